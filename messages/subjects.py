@@ -1,0 +1,155 @@
+"""Every subject, stream and durable consumer, and their limits, in one place.
+
+Subjects are `dl.v1.<run>.<plane>...`; ids in tokens are ours, never user text. Work queues discard new messages when full, so a
+full broker is back-pressure and never silent loss; telemetry discards old ones. One set of streams per run: deleting a run is
+deleting its streams.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+__all__ = ["ConsumerSpec", "Discard", "Retention", "StreamSpec", "Subjects", "Topology", "topology"]
+
+MIB = 1024 * 1024
+
+
+class Retention(StrEnum):
+    WORK_QUEUE = "workqueue"
+    LIMITS = "limits"
+
+
+class Discard(StrEnum):
+    NEW = "new"
+    OLD = "old"
+
+
+@dataclass(frozen=True)
+class StreamSpec:
+    name: str
+    subjects: tuple[str, ...]
+    retention: Retention
+    discard: Discard
+    max_bytes: int
+    max_msgs: int = -1
+    max_msgs_per_subject: int = -1
+    max_age_s: float = 0.0
+    duplicate_window_s: float = 3600.0
+
+
+@dataclass(frozen=True)
+class ConsumerSpec:
+    """A durable pull consumer. A delivery not renewed within `ack_wait_s` is delivered again, at most `max_deliver` times."""
+
+    stream: str
+    durable: str
+    subject: str
+    ack_wait_s: float = 30.0
+    max_deliver: int = 5
+    max_ack_pending: int = 1024
+
+
+@dataclass(frozen=True)
+class Topology:
+    run: str
+    streams: tuple[StreamSpec, ...]
+    consumers: tuple[ConsumerSpec, ...]
+
+    def stream(self, plane: str) -> str:
+        return stream_name(self.run, plane)
+
+
+def stream_name(run: str, plane: str) -> str:
+    return f"DL-{run}-{plane}"
+
+
+@dataclass(frozen=True)
+class Subjects:
+    """Subjects and stream names of one run."""
+
+    run: str
+    root: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "root", f"dl.v1.{self.run}")
+
+    @property
+    def groups(self) -> str:
+        return f"{self.root}.groups"
+
+    def trajectory(self, group: str) -> str:
+        return f"{self.root}.trajectories.{group}"
+
+    def graded(self, group: str) -> str:
+        return f"{self.root}.graded.{group}"
+
+    def admitted(self, group: str) -> str:
+        return f"{self.root}.ledger.admitted.{group}"
+
+    def outcome(self, group: str) -> str:
+        return f"{self.root}.ledger.outcome.{group}"
+
+    @property
+    def ledger(self) -> str:
+        return f"{self.root}.ledger.>"
+
+    @property
+    def head(self) -> str:
+        return f"{self.root}.policy.head"
+
+    def manifest(self, version: int) -> str:
+        return f"{self.root}.policy.manifest.{version}"
+
+    def blob(self, digest: str, chunk: int) -> str:
+        return f"{self.root}.blob.{digest}.{chunk}"
+
+    @property
+    def finished(self) -> str:
+        return f"{self.root}.control.finished"
+
+    def metrics(self, service: str) -> str:
+        return f"{self.root}.metrics.{service}"
+
+    def evaluation(self, version: int) -> str:
+        return f"{self.root}.eval.{version}"
+
+    def dead(self, kind: str) -> str:
+        return f"{self.root}.dead.{kind}"
+
+    def stream(self, plane: str) -> str:
+        """Stream name of a plane: GROUPS, TRAJECTORIES, GRADED, LEDGER, POLICY, BLOB, CONTROL, METRICS, EVAL, DEAD."""
+        return stream_name(self.run, plane)
+
+
+def topology(run: str, *, queue_bytes: int = 256 * MIB, blob_bytes: int = 4096 * MIB) -> Topology:
+    """The streams and consumers of `run`."""
+    s = Subjects(run)
+    work, limits, new, old = Retention.WORK_QUEUE, Retention.LIMITS, Discard.NEW, Discard.OLD
+
+    def stream(plane: str, subjects: tuple[str, ...], retention: Retention, discard: Discard, max_bytes: int,
+               **more: float) -> StreamSpec:
+        return StreamSpec(s.stream(plane), subjects, retention, discard, max_bytes, **more)  # type: ignore[arg-type]
+
+    r = s.root
+    streams = (
+        stream("GROUPS", (f"{r}.groups",), work, new, queue_bytes),
+        stream("TRAJECTORIES", (f"{r}.trajectories.>",), work, new, queue_bytes),
+        stream("GRADED", (f"{r}.graded.>",), work, new, queue_bytes),
+        stream("LEDGER", (f"{r}.ledger.>",), limits, new, queue_bytes),
+        stream("POLICY", (f"{r}.policy.>",), limits, new, queue_bytes),
+        stream("BLOB", (f"{r}.blob.>",), limits, new, blob_bytes),
+        stream("CONTROL", (f"{r}.control.>",), limits, old, MIB, max_msgs_per_subject=8),
+        stream("METRICS", (f"{r}.metrics.>",), limits, old, 64 * MIB),
+        stream("EVAL", (f"{r}.eval.>",), limits, new, 16 * MIB),
+        stream("DEAD", (f"{r}.dead.>",), limits, old, queue_bytes),
+    )
+    consumers = (
+        ConsumerSpec(s.stream("GROUPS"), "rollout", f"{r}.groups", ack_wait_s=30, max_deliver=5, max_ack_pending=4096),
+        ConsumerSpec(s.stream("TRAJECTORIES"), "grader", f"{r}.trajectories.>", ack_wait_s=30, max_deliver=5,
+                     max_ack_pending=4096),
+        # The learner holds graded members until their batch is committed: leases are renewed, the count bounds memory.
+        ConsumerSpec(s.stream("GRADED"), "learner", f"{r}.graded.>", ack_wait_s=60, max_deliver=1000,
+                     max_ack_pending=65536),
+    )
+    return Topology(run, streams, consumers)
