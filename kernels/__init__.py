@@ -1,1 +1,1 @@
-"""Driftline kernels."""
+"""Operators: one folder each, a readable torch reference first. Nothing here knows about models or services."""

@@ -1,0 +1,156 @@
+"""K3's two attention layers, each one function for prefill, continuation and decode: new tokens against a cache, a new cache out.
+
+Both take right-padded rows with `lengths` real positions; padding neither changes a state nor is seen by a real token.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from driftline.kernels.kda import bounded_gate, kda_chunk, kda_step, l2_normalise
+from driftline.kernels.rmsnorm import rmsnorm
+from driftline.kernels.short_conv import short_conv
+from driftline.models.cache import KdaState, MlaRows
+from driftline.models.config import K3Config
+
+__all__ = ["KdaAttention", "MlaAttention", "RMSNorm"]
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return rmsnorm(x, self.weight, self.eps)
+
+
+def _linear(size_in: int, size_out: int) -> nn.Linear:
+    return nn.Linear(size_in, size_out, bias=False)
+
+
+def _effective_weight(linear: nn.Linear) -> torch.Tensor:
+    """The matrix a projection applies, its adapter included: the absorbed form uses kv_b_proj's halves apart."""
+    merged = getattr(linear, "effective_weight", None)
+    return linear.weight if merged is None else merged()
+
+
+class ShortConv(nn.Module):
+    """Depthwise convolution weights, [C, 1, W] as published."""
+
+    def __init__(self, channels: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels, 1, width))
+
+
+class KdaAttention(nn.Module):
+    """Kimi Delta Attention with short convolutions, bounded gate and full-rank output gate."""
+
+    def __init__(self, config: K3Config) -> None:
+        super().__init__()
+        linear = config.linear_attn_config
+        self.heads, self.dim, self.width = linear.num_heads, linear.head_dim, linear.short_conv_kernel_size
+        self.lower_bound = linear.gate_lower_bound
+        inner, hidden = self.heads * self.dim, config.hidden_size
+        self.q_proj, self.k_proj, self.v_proj = _linear(hidden, inner), _linear(hidden, inner), _linear(hidden, inner)
+        self.q_conv1d, self.k_conv1d, self.v_conv1d = (ShortConv(inner, self.width) for _ in range(3))
+        self.A_log = nn.Parameter(torch.zeros(self.heads))
+        self.f_a_proj, self.f_b_proj = _linear(hidden, self.dim), _linear(self.dim, inner)
+        self.dt_bias = nn.Parameter(torch.zeros(inner))
+        self.b_proj = _linear(hidden, self.heads)
+        self.full_rank_gate = linear.use_full_rank_gate
+        if self.full_rank_gate:
+            self.g_proj = _linear(hidden, inner)
+        else:
+            self.g_a_proj, self.g_b_proj = _linear(hidden, self.dim), _linear(self.dim, inner)
+        self.o_norm = RMSNorm(self.dim, config.rms_norm_eps)
+        self.o_proj = _linear(inner, hidden)
+
+    def initial(self, batch: int, like: torch.Tensor) -> KdaState:
+        tail = like.new_zeros(batch, self.width - 1, 3 * self.heads * self.dim)
+        wide = torch.promote_types(like.dtype, torch.float32)
+        return KdaState(tail, torch.zeros(batch, self.heads, self.dim, self.dim, dtype=wide, device=like.device))
+
+    def reset_parameters(self) -> None:
+        """Gate bias as FLA initialises it: dt log-uniform in [1e-3, 1e-1], stored as softplus^-1(dt) so early decays are slow."""
+        nn.init.zeros_(self.A_log)
+        with torch.no_grad():
+            dt = torch.exp(torch.rand_like(self.dt_bias) * (math.log(0.1) - math.log(0.001)) + math.log(0.001))
+            self.dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))
+            for conv in (self.q_conv1d, self.k_conv1d, self.v_conv1d):
+                nn.init.uniform_(conv.weight, -0.5, 0.5)
+
+    def forward(
+        self, x: torch.Tensor, cache: KdaState, lengths: torch.Tensor | None, real: torch.Tensor | None
+    ) -> tuple[torch.Tensor, KdaState]:
+        """x [B, T, D]; real [B, T] bool or None when every position is real. Returns [B, T, D] and the state after the real positions."""
+        batch, steps, _ = x.shape
+        raw = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=-1)
+        weight = torch.cat([self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight]).squeeze(1)
+        mixed, tail = short_conv(raw, weight, cache.tail, lengths)
+        wide = cache.state.dtype
+        q, k, v = mixed.to(wide).view(batch, steps, 3, self.heads, self.dim).unbind(2)
+        q, k = l2_normalise(q), l2_normalise(k)
+        z = (self.f_b_proj(self.f_a_proj(x)).to(wide) + self.dt_bias.to(wide)).view(batch, steps, self.heads, self.dim)
+        g = bounded_gate(z, self.A_log.to(wide), self.lower_bound)
+        beta = torch.sigmoid(self.b_proj(x).to(wide))
+        if real is not None:
+            g, beta = g * real[..., None, None], beta * real[..., None]
+        if steps == 1:
+            o, state = kda_step(q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0], cache.state)
+            o = o[:, None]
+        else:
+            o, state = kda_chunk(q, k, v, g, beta, cache.state)
+        gate = self.g_proj(x) if self.full_rank_gate else self.g_b_proj(self.g_a_proj(x))
+        normed = self.o_norm(o.to(x.dtype)).reshape(batch, steps, -1)
+        return self.o_proj(normed * torch.sigmoid(gate)), KdaState(tail, state)
+
+
+class MlaAttention(nn.Module):
+    """Multi-head latent attention without positions: the shared key dimensions are cached and used, never rotated."""
+
+    Q_KV_NORM_EPS = 1e-6  # the release's class default, not rms_norm_eps
+
+    def __init__(self, config: K3Config) -> None:
+        super().__init__()
+        self.heads, hidden = config.num_attention_heads, config.hidden_size
+        self.nope, self.rope, self.v_dim = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
+        self.rank = config.kv_lora_rank
+        self.scale = (self.nope + self.rope) ** -0.5
+        self.q_a_proj = _linear(hidden, config.q_lora_rank)
+        self.q_a_layernorm = RMSNorm(config.q_lora_rank, self.Q_KV_NORM_EPS)
+        self.q_b_proj = _linear(config.q_lora_rank, self.heads * (self.nope + self.rope))
+        self.kv_a_proj_with_mqa = _linear(hidden, self.rank + self.rope)
+        self.kv_a_layernorm = RMSNorm(self.rank, self.Q_KV_NORM_EPS)
+        self.kv_b_proj = _linear(self.rank, self.heads * (self.nope + self.v_dim))
+        self.gated = config.mla_use_output_gate
+        if self.gated:
+            self.g_proj = _linear(hidden, self.heads * self.v_dim)
+        self.o_proj = _linear(self.heads * self.v_dim, hidden)
+
+    def initial(self, batch: int, like: torch.Tensor) -> MlaRows:
+        return MlaRows(like.new_zeros(batch, 0, self.rank + self.rope))
+
+    def forward(self, x: torch.Tensor, cache: MlaRows, visible: torch.Tensor) -> tuple[torch.Tensor, MlaRows]:
+        """x [B, T, D]; visible [B, T, N + T] bool, true where query t may see that cached or new column. Returns [B, T, D] and rows."""
+        batch, steps, _ = x.shape
+        q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))).view(batch, steps, self.heads, self.nope + self.rope)
+        latent, shared = self.kv_a_proj_with_mqa(x).split([self.rank, self.rope], dim=-1)
+        rows = torch.cat([cache.rows, torch.cat([self.kv_a_layernorm(latent), shared], dim=-1)], dim=1)
+        up = _effective_weight(self.kv_b_proj).view(self.heads, -1, self.rank)
+        w_uk, w_uv = up[:, : self.nope], up[:, self.nope :]
+        # Absorbed form everywhere: the latent rows are the keys and the values, so a fork never expands its prompt again.
+        q_latent = torch.einsum("bthn,hnr->bhtr", q[..., : self.nope], w_uk)
+        query = torch.cat([q_latent, q[..., self.nope :].transpose(1, 2)], dim=-1)
+        score = (query.reshape(batch, self.heads * steps, -1) @ rows.mT).view(batch, self.heads, steps, -1) * self.scale
+        score = score.to(torch.promote_types(score.dtype, torch.float32)).masked_fill(~visible[:, None], -math.inf)
+        p = torch.softmax(score, dim=-1).to(x.dtype)
+        o_latent = (p.view(batch, self.heads * steps, -1) @ rows[..., : self.rank]).view(batch, self.heads, steps, -1)
+        o = torch.einsum("bhtr,hvr->bthv", o_latent, w_uv).reshape(batch, steps, -1)
+        if self.gated:
+            o = o * torch.sigmoid(self.g_proj(x))
+        return self.o_proj(o), MlaRows(rows)

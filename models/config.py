@@ -1,0 +1,148 @@
+"""K3's configuration under its public field names (`text_config` of the release), plus the sizes we ship.
+
+`K3Config.load(dir)` reads a public `config.json` (the text part of a multimodal one too); unknown fields are kept out, contradictory ones refused.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from driftline.messages.errors import ConfigError
+
+__all__ = ["K3Config", "LinearAttention", "tiny"]
+
+
+class LinearAttention(BaseModel):
+    """`linear_attn_config` of the release. Layer lists are 1-indexed, as published."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    num_heads: int = Field(ge=1)
+    head_dim: int = Field(ge=1)
+    short_conv_kernel_size: int = Field(default=4, ge=2)
+    gate_lower_bound: float = Field(default=-5.0, ge=-5.0, lt=0.0)
+    use_full_rank_gate: bool = True
+    full_attn_layers: tuple[int, ...] = ()
+    kda_layers: tuple[int, ...] = ()
+
+
+class K3Config(BaseModel):
+    """Sizes of a K3 decoder. Defaults are K3's own where a size does not scale with the model."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    model_type: str = "kimi_linear"
+    vocab_size: int = Field(ge=4)
+    hidden_size: int = Field(ge=1)
+    num_hidden_layers: int = Field(ge=1)
+    num_attention_heads: int = Field(ge=1)
+    intermediate_size: int = Field(ge=1)
+    first_k_dense_replace: int = Field(default=1, ge=0)
+    q_lora_rank: int = Field(ge=1)
+    kv_lora_rank: int = Field(ge=1)
+    qk_nope_head_dim: int = Field(ge=1)
+    qk_rope_head_dim: int = Field(ge=0)
+    v_head_dim: int = Field(ge=1)
+    mla_use_output_gate: bool = True
+    linear_attn_config: LinearAttention
+    num_experts: int = Field(ge=1)
+    num_experts_per_token: int = Field(ge=1)
+    num_shared_experts: int = Field(default=2, ge=0)
+    moe_intermediate_size: int = Field(ge=1)
+    routed_expert_hidden_size: int = Field(ge=1)
+    latent_moe_use_norm: bool = True
+    moe_renormalize: bool = True
+    routed_scaling_factor: float = 1.0
+    rms_norm_eps: float = 1e-5
+    activation_situ_beta: float = 4.0
+    activation_situ_linear_beta: float = 25.0
+    attn_res_block_size: int = Field(default=12, ge=1)
+    tie_word_embeddings: bool = False
+    max_position_embeddings: int = 1048576
+    bos_token_id: int = 256
+    eos_token_id: int = 257
+    pad_token_id: int = 258
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        full, kda = set(self.linear_attn_config.full_attn_layers), set(self.linear_attn_config.kda_layers)
+        layers = set(range(1, self.num_hidden_layers + 1))
+        if full & kda or full | kda != layers:
+            raise ValueError(
+                f"linear_attn_config.full_attn_layers and kda_layers must split layers 1..{self.num_hidden_layers} (1-indexed); "
+                f"missing {sorted(layers - full - kda)}, in both {sorted(full & kda)}, beyond {sorted((full | kda) - layers)}"
+            )
+        if self.num_experts_per_token > self.num_experts:
+            raise ValueError(f"num_experts_per_token = {self.num_experts_per_token} exceeds num_experts = {self.num_experts}")
+        if not self.moe_renormalize:
+            raise ValueError("moe_renormalize = false is not part of K3 and not implemented: set it to true")
+        return self
+
+    def is_kda(self, layer: int) -> bool:
+        """Whether 0-indexed `layer` is a KDA layer."""
+        return layer + 1 in self.linear_attn_config.kda_layers
+
+    def is_moe(self, layer: int) -> bool:
+        """Whether 0-indexed `layer` has routed experts; the first `first_k_dense_replace` layers are dense."""
+        return layer >= self.first_k_dense_replace
+
+    @property
+    def moe_layers(self) -> int:
+        return max(0, self.num_hidden_layers - self.first_k_dense_replace)
+
+    @classmethod
+    def load(cls, directory: str | Path) -> K3Config:
+        """Read `config.json` of a checkpoint directory. Raises ConfigError naming the file and field."""
+        path = Path(directory) / "config.json"
+        try:
+            raw: dict[str, Any] = json.loads(path.read_text())
+        except FileNotFoundError:
+            raise ConfigError("no config.json here", field="policy.init", value=str(directory),
+                              remedy="give a checkpoint directory with config.json and *.safetensors, or \"base\"") from None
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"not JSON: {error}", field=str(path), remedy="restore the file from its source") from error
+        try:
+            return cls.model_validate(raw.get("text_config", raw))
+        except ValidationError as error:
+            first = error.errors()[0]
+            name = ".".join(str(p) for p in first["loc"]) or "config"
+            raise ConfigError(first["msg"], field=f"{path}: {name}", value=first.get("input"), remedy="use K3's field names") from error
+
+    def save(self, directory: str | Path) -> None:
+        body = {"architectures": ["KimiLinearForCausalLM"], **self.model_dump(mode="json")}
+        (Path(directory) / "config.json").write_text(json.dumps(body, indent=2) + "\n")
+
+
+def tiny(**changes: Any) -> K3Config:
+    """The demo's and tests' size: every part of K3 at about two million parameters, byte-level vocabulary."""
+    layers = int(changes.get("num_hidden_layers", 5))
+    full = tuple(i for i in range(1, layers + 1) if i % 4 == 0 or i == layers)
+    body: dict[str, Any] = {
+        "vocab_size": 264,
+        "hidden_size": 128,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "intermediate_size": 384,
+        "q_lora_rank": 64,
+        "kv_lora_rank": 48,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 32,
+        "linear_attn_config": {
+            "num_heads": 4,
+            "head_dim": 32,
+            "full_attn_layers": full,
+            "kda_layers": tuple(i for i in range(1, layers + 1) if i not in full),
+        },
+        "num_experts": 16,
+        "num_experts_per_token": 2,
+        "num_shared_experts": 1,
+        "moe_intermediate_size": 64,
+        "routed_expert_hidden_size": 64,
+        "attn_res_block_size": 2,
+    }
+    return K3Config.model_validate({**body, **changes})

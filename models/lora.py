@@ -1,0 +1,114 @@
+"""LoRA: a low-rank update `x A^T B^T * alpha / rank` beside frozen linears and, stacked, beside the routed experts (arXiv:2106.09685).
+
+The adapters are ordinary named tensors of the policy. A version of a LoRA run is the base plus adapters, so its delta is the adapters alone: unchanged
+tensors cost nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+import torch
+from torch import nn
+
+from driftline.messages.errors import ConfigError
+from driftline.models.mlp import Experts
+
+__all__ = ["LoraExpert", "LoraLinear", "add_lora", "merge_lora"]
+
+
+class LoraLinear(nn.Linear):
+    """A frozen linear with a trained low-rank update. B starts at zero, so adding LoRA changes nothing."""
+
+    def __init__(self, base: nn.Linear, rank: int, alpha: float) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self.weight, self.bias = base.weight, base.bias
+        self.scale = alpha / rank
+        self.lora_A = nn.Parameter(base.weight.new_empty(rank, base.in_features))
+        self.lora_B = nn.Parameter(base.weight.new_zeros(base.out_features, rank))
+        nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + (x @ self.lora_A.t()) @ self.lora_B.t() * self.scale
+
+    def effective_weight(self) -> torch.Tensor:
+        return self.weight + self.lora_B @ self.lora_A * self.scale
+
+
+class LoraExpert(nn.Module):
+    """Parametrisation of one stacked expert matrix [E, O, I]: base + B A * scale per expert."""
+
+    def __init__(self, base: torch.Tensor, rank: int, alpha: float) -> None:
+        super().__init__()
+        experts, size_out, size_in = base.shape
+        self.scale = alpha / rank
+        self.lora_A = nn.Parameter(base.new_empty(experts, rank, size_in))
+        self.lora_B = nn.Parameter(base.new_zeros(experts, size_out, rank))
+        nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
+
+    def forward(self, base: torch.Tensor) -> torch.Tensor:
+        return base + self.lora_B @ self.lora_A * self.scale
+
+
+class LoraExperts(nn.Module):
+    """Routed experts whose three matrices carry a low-rank update; `w1`, `w3`, `w2` read as the updated stacks."""
+
+    def __init__(self, base: Experts, rank: int, alpha: float) -> None:
+        super().__init__()
+        self.base = base
+        self.delta = nn.ModuleDict({name: LoraExpert(getattr(base, name), rank, alpha) for name in ("w1", "w3", "w2")})
+
+    def __getattr__(self, name: str) -> torch.Tensor | nn.Module:
+        if name in ("w1", "w3", "w2"):
+            updated: torch.Tensor = self.delta[name](getattr(self.base, name))
+            return updated
+        return super().__getattr__(name)
+
+
+def add_lora(model: nn.Module, rank: int, alpha: float | None = None, targets: str = r".*(proj|experts)$") -> list[str]:
+    """Freeze the model and add adapters to every linear and expert stack whose module name matches `targets`.
+
+    Returns the adapted module names. Raises ConfigError when rank is not positive or nothing matches.
+    """
+    if rank < 1:
+        raise ConfigError("rank must be at least 1", field="learner.lora_rank", value=rank, remedy="use 0 for full-weight training")
+    scale = float(alpha if alpha is not None else rank)
+    pattern, adapted = re.compile(targets), []
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    for name, module in list(model.named_modules()):
+        for child_name, child in list(module.named_children()):
+            full = f"{name}.{child_name}" if name else child_name
+            # `proj` of an attention residual is a query vector of size [1, D]; a rank-r update of it would be larger than it.
+            if not pattern.match(full) or full.endswith("res.proj"):
+                continue
+            if isinstance(child, nn.Linear) and not isinstance(child, LoraLinear):
+                setattr(module, child_name, LoraLinear(child, rank, scale))
+            elif isinstance(child, Experts):
+                setattr(module, child_name, LoraExperts(child, rank, scale))
+            else:
+                continue
+            adapted.append(full)
+    if not adapted:
+        raise ConfigError("matches no linear or expert module", field="learner.lora_targets", value=targets,
+                          remedy="use a regular expression over module names, e.g. .*(q_proj|v_proj)$")
+    return adapted
+
+
+def merge_lora(model: nn.Module) -> None:
+    """Fold every adapter into its base and restore the plain modules, in place."""
+    for module in list(model.modules()):
+        for child_name, child in list(module.named_children()):
+            if isinstance(child, LoraLinear):
+                plain = nn.Linear(child.in_features, child.out_features, bias=child.bias is not None)
+                plain.weight = nn.Parameter(child.effective_weight().detach())
+                if child.bias is not None:
+                    plain.bias = child.bias
+                setattr(module, child_name, plain)
+            elif isinstance(child, LoraExperts):
+                with torch.no_grad():
+                    for which in ("w1", "w3", "w2"):
+                        getattr(child.base, which).copy_(getattr(child, which))
+                setattr(module, child_name, child.base)

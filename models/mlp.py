@@ -1,0 +1,75 @@
+"""Feed-forward halves of a K3 layer: a dense SiTU-GLU in the first layers, LatentMoE after them."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from driftline.kernels.moe import expert_mlp, route
+from driftline.kernels.situ_glu import situ_glu
+from driftline.models.attention import RMSNorm
+from driftline.models.config import K3Config
+
+__all__ = ["DenseMlp", "LatentMoe"]
+
+
+class DenseMlp(nn.Module):
+    def __init__(self, hidden: int, intermediate: int, config: K3Config) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden, intermediate, bias=False)
+        self.up_proj = nn.Linear(hidden, intermediate, bias=False)
+        self.down_proj = nn.Linear(intermediate, hidden, bias=False)
+        self.betas = (config.activation_situ_beta, config.activation_situ_linear_beta)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down_proj(situ_glu(self.gate_proj(x), self.up_proj(x), *self.betas))
+        return out
+
+
+class Gate(nn.Module):
+    """Router weight [E, D] and the selection bias [E]; the bias is frozen in RL, so that replayed routes keep their meaning."""
+
+    def __init__(self, config: K3Config) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
+        self.e_score_correction_bias = nn.Parameter(torch.zeros(config.num_experts), requires_grad=False)
+
+
+class Experts(nn.Module):
+    """Routed experts, stacked: w1 (gate), w3 (up) [E, I, Z], w2 (down) [E, Z, I]."""
+
+    def __init__(self, config: K3Config) -> None:
+        super().__init__()
+        experts, inner, latent = config.num_experts, config.moe_intermediate_size, config.routed_expert_hidden_size
+        self.w1 = nn.Parameter(torch.empty(experts, inner, latent))
+        self.w3 = nn.Parameter(torch.empty(experts, inner, latent))
+        self.w2 = nn.Parameter(torch.empty(experts, latent, inner))
+
+
+class LatentMoe(nn.Module):
+    """Route on the full row, run the experts in the latent space, normalise their sum, project back, add the shared experts."""
+
+    def __init__(self, config: K3Config) -> None:
+        super().__init__()
+        hidden, latent = config.hidden_size, config.routed_expert_hidden_size
+        self.top_k, self.scaling = config.num_experts_per_token, config.routed_scaling_factor
+        self.betas = (config.activation_situ_beta, config.activation_situ_linear_beta)
+        self.gate = Gate(config)
+        self.experts = Experts(config)
+        self.routed_expert_down_proj = nn.Linear(hidden, latent, bias=False)
+        self.routed_expert_norm = RMSNorm(latent, config.rms_norm_eps) if config.latent_moe_use_norm else nn.Identity()
+        self.routed_expert_up_proj = nn.Linear(latent, hidden, bias=False)
+        shared = config.num_shared_experts * config.moe_intermediate_size
+        self.shared_experts = DenseMlp(hidden, shared, config) if shared else None
+
+    def forward(self, x: torch.Tensor, replay: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [..., D], replay [..., k] int64 recorded ids or None. Returns [..., D] and the ids used [..., k]."""
+        flat = x.reshape(-1, x.shape[-1])
+        wanted = None if replay is None else replay.reshape(-1, replay.shape[-1])
+        ids, gates = route(flat, self.gate.weight, self.gate.e_score_correction_bias, self.top_k, self.scaling, wanted)
+        experts = self.experts
+        mixed = expert_mlp(self.routed_expert_down_proj(flat), ids, gates, experts.w1, experts.w3, experts.w2, *self.betas)
+        out = self.routed_expert_up_proj(self.routed_expert_norm(mixed))
+        if self.shared_experts is not None:
+            out = out + self.shared_experts(flat)
+        return out.view_as(x), ids.view(*x.shape[:-1], self.top_k)

@@ -1,0 +1,158 @@
+"""The K3 hybrid decoder: KDA and MLA layers, LatentMoE, block attention residuals.
+
+One forward serves prefill, continuation from a cache, decode and training: prefill followed by decode equals a full forward, and a forked cache
+equals a recomputed one. Layer and residual order follow the release: the bank of block sums is written at every `attn_res_block_size`-th layer after
+that layer's input was mixed and before its attention output is added.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from driftline.kernels.attention_residual import attention_residual
+from driftline.models.attention import KdaAttention, MlaAttention, RMSNorm
+from driftline.models.cache import Cache, KdaState, MlaRows
+from driftline.models.config import K3Config
+from driftline.models.mlp import DenseMlp, LatentMoe
+
+__all__ = ["K3ForCausalLM", "ModelOutput"]
+
+
+@dataclass(frozen=True)
+class ModelOutput:
+    """hidden [B, T, D] after the final norm; cache after the real positions; routes [B, T, moe layers, k] int64 (empty without MoE)."""
+
+    hidden: torch.Tensor
+    cache: Cache
+    routes: torch.Tensor
+
+
+class Residual(nn.Module):
+    """The pseudo-query (`proj` [1, D], zero at the start: a plain mean) and key norm of one aggregation."""
+
+    def __init__(self, config: K3Config) -> None:
+        super().__init__()
+        self.proj = nn.Linear(config.hidden_size, 1, bias=False)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, bank: list[torch.Tensor], prefix: torch.Tensor) -> torch.Tensor:
+        return attention_residual([*bank, prefix], self.proj.weight[0], self.norm.weight, self.norm.eps)
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, config: K3Config, index: int) -> None:
+        super().__init__()
+        self.opens_block = index % config.attn_res_block_size == 0
+        self.self_attn: KdaAttention | MlaAttention = KdaAttention(config) if config.is_kda(index) else MlaAttention(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attention_res = Residual(config)
+        self.mlp_res = Residual(config)
+        if config.is_moe(index):
+            self.block_sparse_moe = LatentMoe(config)
+        else:
+            self.mlp = DenseMlp(config.hidden_size, config.intermediate_size, config)
+        self.moe = config.is_moe(index)
+
+
+class Decoder(nn.Module):
+    def __init__(self, config: K3Config) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.output_attn_res = Residual(config)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
+class K3ForCausalLM(nn.Module):
+    def __init__(self, config: K3Config) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Decoder(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        std = self.config.hidden_size**-0.5
+        for name, parameter in self.named_parameters():
+            if parameter.dim() >= 2 and "conv1d" not in name:
+                nn.init.normal_(parameter, std=0.02 if "embed" in name else min(std, parameter.shape[-1] ** -0.5))
+            if name.endswith("res.proj.weight"):
+                nn.init.zeros_(parameter)
+        for module in self.modules():
+            if isinstance(module, KdaAttention):
+                module.reset_parameters()
+
+    def empty_cache(self, batch: int) -> Cache:
+        like = self.model.embed_tokens.weight
+        layers = tuple(layer.self_attn.initial(batch, like) for layer in self._layers())
+        return Cache(layers, torch.zeros(batch, 0, dtype=torch.bool, device=like.device),
+                     torch.zeros(batch, dtype=torch.int64, device=like.device))
+
+    def _layers(self) -> list[DecoderLayer]:
+        return [layer for layer in self.model.layers if isinstance(layer, DecoderLayer)]
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        lengths: torch.Tensor | None = None,
+        cache: Cache | None = None,
+        replay: torch.Tensor | None = None,
+    ) -> ModelOutput:
+        """tokens [B, T] int64, right-padded; lengths [B] real positions per row (None: all T); cache of the B rows (None: empty).
+
+        replay [B, T, moe layers, k] int64: recorded expert ids to use instead of the router's choice.
+        """
+        batch, steps = tokens.shape
+        cache = cache if cache is not None else self.empty_cache(batch)
+        span = torch.arange(steps, device=tokens.device)
+        real = None if lengths is None else span < lengths[:, None]
+        now = torch.ones(batch, steps, dtype=torch.bool, device=tokens.device) if real is None else real
+        causal = (span[:, None] >= span) & now[:, None, :]
+        # A padded query sees itself, so that its softmax is finite; nothing reads its output.
+        causal = causal | torch.eye(steps, dtype=torch.bool, device=tokens.device)
+        visible = torch.cat([cache.valid[:, None, :].expand(-1, steps, -1), causal.expand(batch, -1, -1)], dim=-1)
+
+        prefix: torch.Tensor | None = self.model.embed_tokens(tokens)
+        bank: list[torch.Tensor] = []
+        states: list[KdaState | MlaRows] = []
+        routes: list[torch.Tensor] = []
+        for layer, held in zip(self._layers(), cache.layers, strict=True):
+            assert prefix is not None
+            mixed = layer.self_attention_res(bank, prefix)
+            if layer.opens_block:
+                bank.append(prefix)
+                prefix = None
+            normed = layer.input_layernorm(mixed)
+            if isinstance(layer.self_attn, KdaAttention):
+                assert isinstance(held, KdaState)
+                out, state = layer.self_attn(normed, held, lengths, real)
+            else:
+                assert isinstance(held, MlaRows)
+                out, state = layer.self_attn(normed, held, visible)
+            states.append(state)
+            prefix = out if prefix is None else prefix + out
+            normed = layer.post_attention_layernorm(layer.mlp_res(bank, prefix))
+            if layer.moe:
+                ids = None if replay is None else replay[:, :, len(routes)]
+                out, used = layer.block_sparse_moe(normed, ids)
+                routes.append(used)
+            else:
+                out = layer.mlp(normed)
+            prefix = prefix + out
+        assert prefix is not None
+        hidden = self.model.norm(self.model.output_attn_res(bank, prefix))
+        grown = steps if lengths is None else lengths
+        after = Cache(tuple(states), torch.cat([cache.valid, now], dim=1), cache.lengths + grown)
+        stacked = torch.stack(routes, dim=2) if routes else tokens.new_zeros(batch, steps, 0, 1)
+        return ModelOutput(hidden, after, stacked)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[..., D] -> [..., vocab] in at least fp32."""
+        out: torch.Tensor = self.lm_head(hidden)
+        return out.to(torch.promote_types(out.dtype, torch.float32))

@@ -1,0 +1,77 @@
+"""Between a module and the named tensors the rest of the system exchanges: K3's public names, one tensor per expert matrix.
+
+The policy's dtype is part of the numerics: weights are rounded to it once, after the optimizer step, and learner and rollout both compute with the
+rounded values. What the release keeps in fp32 (gate and convolution parameters, biases of the router) stays fp32.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import nn
+
+from driftline.messages.errors import IntegrityError
+
+__all__ = ["export_state", "load_state", "policy_dtype", "round_to_policy_"]
+
+_FP32 = re.compile(r"(A_log|dt_bias|conv1d\.weight|e_score_correction_bias)$")
+_RESIDUAL = re.compile(r"(self_attention_res|mlp_res|output_attn_res)\.(proj|norm)\.")
+_STACKED = re.compile(r"^(?P<head>.*\.experts)\.(base\.)?(?P<which>w[123])$")
+
+
+def policy_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """The stored dtype of a parameter when the policy's is `dtype`."""
+    return torch.float32 if _FP32.search(name) else dtype
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """(module name, public name, tensor), stacked experts split into views of the same storage; tied tensors once."""
+    for name, parameter in model.named_parameters():
+        tensor = parameter.detach()
+        stacked = _STACKED.match(name)
+        if stacked:
+            for i in range(tensor.shape[0]):
+                yield name, f"{stacked['head']}.{i}.{stacked['which']}.weight", tensor[i]
+        else:
+            yield name, _RESIDUAL.sub(r"\1_\2.", name), tensor
+
+
+def export_state(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
+    """Named CPU tensors in policy dtypes, sorted by name. Each is a copy: later steps do not change it."""
+    out = {}
+    for _, public, tensor in _named(model):
+        copy = tensor.to("cpu", policy_dtype(public, dtype), copy=True).contiguous()
+        out[public] = copy
+    return dict(sorted(out.items()))
+
+
+def load_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
+    """Copy every tensor into the module in place. Raises IntegrityError on a missing, extra or misshapen tensor, before any is copied."""
+    wanted = {public: tensor for _, public, tensor in _named(model)}
+    missing, extra = sorted(wanted.keys() - state.keys()), sorted(state.keys() - wanted.keys())
+    if missing or extra:
+        raise IntegrityError(
+            f"{len(missing)} tensors missing, {len(extra)} not in this model", field="state", value=(missing[:3], extra[:3]),
+            remedy="the checkpoint and the model's config.json must belong together",
+        )
+    values = {}
+    for name, tensor in wanted.items():
+        value = state[name]
+        if name.endswith("A_log") and value.dim() == 1 and value.numel() > tensor.numel():
+            value = value[: tensor.numel()]  # the release pads A_log to 128 heads
+        if value.shape != tensor.shape:
+            raise IntegrityError("shape differs from the model's", field=name, value=tuple(value.shape),
+                                 remedy=f"expected {tuple(tensor.shape)}")
+        values[name] = value
+    with torch.no_grad():
+        for name, tensor in wanted.items():
+            tensor.copy_(values[name])
+
+
+def round_to_policy_(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Round the module's parameters in place to what `export_state` would store."""
+    with torch.no_grad():
+        for _, public, tensor in _named(model):
+            tensor.copy_(tensor.to(policy_dtype(public, dtype)))
