@@ -1,0 +1,363 @@
+"""One file describes a run: a section per service, checked as a whole before anything starts.
+
+Guarantees: a key that is not listed here is refused with the nearest known name; a value outside its range is refused with
+the range and the default; combinations that would deadlock or mislead (a group that can never be complete, a queue smaller
+than what the bound admits, a temperature without a distribution) are refused with the sentence that explains them. A
+`Config` that exists is runnable. No torch is imported here, so every service and `--help` can read it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from collections.abc import Iterable
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from driftline.messages.errors import ConfigError
+from driftline.messages.subjects import MIB, topology
+from driftline.messages.types import Sampling
+from driftline.services.config_text import problems, to_toml
+
+__all__ = [
+    "Config",
+    "Objective",
+    "PolicyUpdate",
+    "StoreKind",
+    "in_flight_members",
+    "load",
+    "resolve",
+    "to_toml",
+]
+
+RUN_NAME = r"^[A-Za-z0-9_-]+$"
+PYTHON_SOURCE = "python:"
+
+
+class Objective(StrEnum):
+    GSPO = "gspo"
+    GRPO = "grpo"
+    PPO = "ppo"
+    CISPO = "cispo"
+    IMPORTANCE_SAMPLING = "importance_sampling"
+    CROSS_ENTROPY = "cross_entropy"
+
+
+class PolicyUpdate(StrEnum):
+    """What an engine does with running sequences when a version arrives."""
+
+    IN_FLIGHT = "in_flight"
+    DRAIN = "drain"
+    INTERRUPT = "interrupt"
+
+
+class StoreKind(StrEnum):
+    JETSTREAM = "jetstream"
+    DIRECTORY = "directory"
+
+
+# Objectives that judge a member against its group: with one member every advantage is zero and nothing is ever learnt.
+GROUP_RELATIVE = frozenset({Objective.GSPO, Objective.GRPO, Objective.PPO, Objective.CISPO, Objective.IMPORTANCE_SAMPLING})
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+
+
+class RunConfig(_Section):
+    """What the experiment is. `name` is the run's id in every subject, so it is also what a restart resumes."""
+
+    name: str = Field(default="run", min_length=1, max_length=64, pattern=RUN_NAME)
+    seed: int = Field(default=0, ge=0, lt=2**31)
+    steps: int = Field(default=40, ge=1)
+    max_lag: int = Field(default=2, ge=0, le=1024)
+    groups_per_step: int = Field(default=16, ge=1, le=65536)
+    group_size: int = Field(default=8, ge=1, le=1024)
+    dir: str = "runs"
+    group_deadline_s: float = Field(default=300.0, gt=0)
+    time_limit_s: float = Field(default=0.0, ge=0)
+
+
+class BrokerConfig(_Section):
+    """Where NATS is. An empty `url` means: start a server inside this run."""
+
+    url: str = ""
+    store_dir: str = ""
+    queue_bytes: int = Field(default=256 * MIB, ge=MIB)
+    blob_bytes: int = Field(default=4096 * MIB, ge=16 * MIB)
+    connect_timeout_s: float = Field(default=10.0, gt=0)
+    lost_after_s: float = Field(default=60.0, gt=0)
+
+
+class PolicyConfig(_Section):
+    init: str = "base"
+    dtype: Annotated[str, Field(pattern="^(bfloat16|float32)$")] = "bfloat16"
+    full_every: int = Field(default=10, ge=1)
+    store: StoreKind = StoreKind.JETSTREAM
+    directory: str = ""
+
+
+class TasksConfig(_Section):
+    source: str = "reasoning_gym"
+    family: str = "spell_backward"
+    params: dict[str, Any] = Field(default_factory=dict)
+    eval_params: dict[str, Any] | None = None
+    heldout: int = Field(default=128, ge=1)
+    heldout_seed: int = Field(default=1_000_003, ge=0)
+
+
+class SamplingConfig(_Section):
+    temperature: float = Field(default=1.0, gt=0.0, le=10.0)
+    max_tokens: int = Field(default=16, ge=1)
+
+    def message(self) -> Sampling:
+        return Sampling(temperature=self.temperature, max_tokens=self.max_tokens)
+
+
+class DispatcherConfig(_Section):
+    full_wait_s: float = Field(default=120.0, gt=0)
+
+
+class RolloutConfig(_Section):
+    engines: int = Field(default=2, ge=1, le=1024)
+    max_batch: int = Field(default=64, ge=1)
+    policy_update: PolicyUpdate = PolicyUpdate.IN_FLIGHT
+    threads: int = Field(default=1, ge=1)
+
+
+class GraderConfig(_Section):
+    workers: int = Field(default=1, ge=1)
+    deadline_s: float = Field(default=5.0, gt=0)
+    memory_mb: int = Field(default=1024, ge=64)
+    max_in_flight: int = Field(default=256, ge=1)
+
+
+class LearnerConfig(_Section):
+    objective: Objective = Objective.GSPO
+    lr: float = Field(default=3e-4, gt=0)
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
+    eps: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    grad_clip: float = Field(default=1.0, gt=0)
+    eps_low: float = Field(default=3e-4, gt=0, lt=1)
+    eps_high: float = Field(default=4e-4, gt=0)
+    dual_clip: float = Field(default=3.0, gt=1)
+    tis_cap: float | None = Field(default=None, gt=0)
+    icepop: tuple[float, float] | None = None
+    adv_std: bool = False
+    micro_batch_groups: int = Field(default=4, ge=1)
+    threads: int = Field(default=1, ge=1)
+    lora_rank: int = Field(default=0, ge=0)
+    min_group_members: int = Field(default=2, ge=1)
+
+    @model_validator(mode="after")
+    def _icepop_is_an_interval(self) -> Self:
+        if self.icepop is not None and not 0 <= self.icepop[0] < self.icepop[1]:
+            raise _clash("learner.icepop", list(self.icepop), "masks every token", "give [low, high] with 0 <= low < high")
+        return self
+
+
+class EvaluatorConfig(_Section):
+    """Every `every` versions (0: only the first and the last) the held-out tasks are measured."""
+
+    every: int = Field(default=5, ge=0)
+    samples: int = Field(default=2, ge=1)
+    threads: int = Field(default=1, ge=1)
+
+
+class PolicyStoreConfig(_Section):
+    verify: bool = True
+    keep: int = Field(default=0, ge=0)
+
+
+class TelemetryConfig(_Section):
+    """`http_port` is the first of a block: each service adds its own offset (0 turns health and metrics pages off)."""
+
+    http_host: str = "127.0.0.1"
+    http_port: int = Field(default=0, ge=0, le=65000)
+    log_level: Annotated[str, Field(pattern="^(debug|info|warning|error)$")] = "info"
+    drain_s: float = Field(default=10.0, gt=0)
+
+
+def _clash(field: str, value: object, problem: str, remedy: str) -> ValueError:
+    """A cross-field refusal; the text survives pydantic, which wraps ValueErrors."""
+    return ValueError(str(ConfigError(problem, field=field, value=value, remedy=remedy)))
+
+
+def in_flight_members(run: RunConfig) -> int:
+    """How many members the admission bound lets be anywhere in the loop at once."""
+    return (run.max_lag + 1) * run.groups_per_step * run.group_size
+
+
+def member_bytes(sampling: SamplingConfig) -> int:
+    """A pessimistic size of one trajectory on the wire: token, mask, log-probability and version per token, plus the task."""
+    prompt_tokens = 1024
+    return 4096 + 13 * (prompt_tokens + sampling.max_tokens)
+
+
+class Config(BaseModel):
+    """A whole run. Sections follow the services; `[run]` and `[sampling]` belong to all."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    run: RunConfig = Field(default_factory=RunConfig)
+    broker: BrokerConfig = Field(default_factory=BrokerConfig)
+    policy: PolicyConfig = Field(default_factory=PolicyConfig)
+    tasks: TasksConfig = Field(default_factory=TasksConfig)
+    sampling: SamplingConfig = Field(default_factory=SamplingConfig)
+    dispatcher: DispatcherConfig = Field(default_factory=DispatcherConfig)
+    rollout: RolloutConfig = Field(default_factory=RolloutConfig)
+    grader: GraderConfig = Field(default_factory=GraderConfig)
+    learner: LearnerConfig = Field(default_factory=LearnerConfig)
+    evaluator: EvaluatorConfig = Field(default_factory=EvaluatorConfig)
+    policy_store: PolicyStoreConfig = Field(default_factory=PolicyStoreConfig)
+    telemetry: TelemetryConfig = Field(default_factory=TelemetryConfig)
+
+    @model_validator(mode="after")
+    def _groups_can_end(self) -> Self:
+        run, learner = self.run, self.learner
+        if learner.min_group_members > run.group_size:
+            raise _clash(
+                "learner.min_group_members", learner.min_group_members,
+                f"no group of run.group_size = {run.group_size} can ever reach it, so nothing would be trained",
+                f"set it to at most {run.group_size}, or raise run.group_size",
+            )
+        if learner.objective in GROUP_RELATIVE and run.group_size < 2:
+            raise _clash(
+                "run.group_size", run.group_size,
+                f"learner.objective = '{learner.objective}' compares members of a group, so the advantage of a lone "
+                "member is always zero and no version would ever be produced",
+                "use at least 2",
+            )
+        if self.grader.deadline_s >= run.group_deadline_s:
+            raise _clash(
+                "grader.deadline_s", self.grader.deadline_s,
+                f"a reward that hangs would expire its whole group (run.group_deadline_s = {run.group_deadline_s:g}) "
+                "before it is counted as failed",
+                "make it smaller than run.group_deadline_s",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _queues_hold_what_is_admitted(self) -> Self:
+        run, broker = self.run, self.broker
+        members = in_flight_members(run)
+        need = members * member_bytes(self.sampling)
+        what = f"the bound admits (max_lag + 1) * groups_per_step * group_size = {members} members"
+        if broker.queue_bytes < need:
+            raise _clash(
+                "broker.queue_bytes", broker.queue_bytes,
+                f"{what}, about {need} bytes: the queue would fill and every producer would wait for a learner that "
+                "waits for them",
+                f"set it to at least {need}, or lower run.max_lag, run.groups_per_step or run.group_size",
+            )
+        learner = next(consumer for consumer in topology(run.name).consumers if consumer.durable == "learner")
+        if members > learner.max_ack_pending:
+            raise _clash(
+                "run.groups_per_step", run.groups_per_step,
+                f"{what}, but the learner may hold {learner.max_ack_pending} at once: a batch could never complete",
+                "lower run.max_lag, run.groups_per_step or run.group_size",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _places_exist(self) -> Self:
+        if self.policy.store is StoreKind.DIRECTORY and not self.policy.directory:
+            raise _clash(
+                "policy.directory", "", "policy.store = 'directory' needs a directory that every service can reach",
+                "name one, or use policy.store = 'jetstream'",
+            )
+        if self.broker.url and self.broker.store_dir:
+            raise _clash(
+                "broker.store_dir", self.broker.store_dir,
+                "it is where an embedded server keeps its streams, but broker.url names a running one",
+                "remove one of the two",
+            )
+        if self.broker.url and not re.match(r"^(nats|tls|ws|wss)://", self.broker.url):
+            raise _clash("broker.url", self.broker.url, "not a NATS address", "write nats://host:4222")
+        source = self.tasks.source
+        if source != "reasoning_gym" and not re.match(r"^python:[^:]+:[A-Za-z_][A-Za-z0-9_]*$", source):
+            raise _clash(
+                "tasks.source", source, "unknown kind of task source",
+                "write 'reasoning_gym', or 'python:PATH.py:NAME' for your own tasks",
+            )
+        return self
+
+    @property
+    def max_in_flight_groups(self) -> int:
+        return (self.run.max_lag + 1) * self.run.groups_per_step
+
+
+def resolve(document: dict[str, Any], *, origin: str = "configuration") -> Config:
+    """A checked Config from parsed TOML. Raises ConfigError with one line per fault, each naming its TOML path."""
+    try:
+        return Config.model_validate(document)
+    except ValidationError as error:
+        raise ConfigError(problems(error, Config, origin)) from None
+
+
+def load(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Config:
+    """Read the run file at `path`, apply `section.key=value` overrides, and check the whole.
+
+    A file without `run.name` takes its own name. Relative paths inside the file are relative to the file.
+    """
+    path = Path(path)
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError("no such file", field="config", value=str(path), remedy="name an existing TOML file; "
+                          "examples/ holds some that work as they are") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot be read: {error}", field="config", value=str(path)) from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"not valid TOML: {error}", field="config", value=str(path),
+                          remedy="strings need quotes, sections look like [run]") from None
+    for override in overrides:
+        _apply(document, override)
+    run = document.setdefault("run", {})
+    if isinstance(run, dict):
+        run.setdefault("name", re.sub(r"[^A-Za-z0-9_-]+", "-", path.stem)[:64] or "run")
+    _anchor(document, path.resolve().parent)
+    return resolve(document, origin=str(path))
+
+
+def _apply(document: dict[str, Any], override: str) -> None:
+    dotted, equals, text = override.partition("=")
+    keys = [key.strip() for key in dotted.split(".")]
+    if not equals or len(keys) < 2 or not all(keys):
+        raise ConfigError("not an override", field="--set", value=override, remedy="write section.key=value, "
+                          "for example learner.lr=1e-4")
+    target = document
+    for key in keys[:-1]:
+        target = target.setdefault(key, {})
+        if not isinstance(target, dict):
+            raise ConfigError(f"{key} is not a section", field="--set", value=override,
+                              remedy="write section.key=value")
+    target[keys[-1]] = _parse(text.strip())
+
+
+def _parse(text: str) -> Any:
+    """A TOML value, or the bare text: shells eat quotes, so `tasks.family=chain_sum` must mean the string."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _anchor(document: dict[str, Any], base: Path) -> None:
+    """Make the file's relative paths absolute, so that a resolved copy means the same from anywhere."""
+    policy, tasks = document.get("policy"), document.get("tasks")
+    if isinstance(policy, dict):
+        for key in ("init", "directory"):
+            value = policy.get(key)
+            if isinstance(value, str) and value and not (key == "init" and value == "base"):
+                policy[key] = str(base / value)
+    if isinstance(tasks, dict) and isinstance(tasks.get("source"), str):
+        kind, colon, rest = tasks["source"].partition(":")
+        file, separator, name = rest.rpartition(":")
+        if colon and kind + ":" == PYTHON_SOURCE and separator and file:
+            tasks["source"] = f"{PYTHON_SOURCE}{base / file}:{name}"
