@@ -48,7 +48,14 @@ class Delivery(Protocol):
     @property
     def subject(self) -> str: ...
     @property
-    def deliveries(self) -> int: ...
+    def deliveries(self) -> int:
+        """How often this message was delivered, this time included: 1 for the first."""
+        ...
+
+    @property
+    def ack_wait_s(self) -> float:
+        """The lease: without `ack` or `renew` within it, the message is delivered again, perhaps to someone else."""
+        ...
 
     async def ack(self) -> None:
         """Acknowledge and wait for the broker to confirm, so that a lost ack is an error and not a duplicate."""

@@ -6,6 +6,7 @@ A caller catches by kind; a person reads one sentence. Nothing here depends on t
 from __future__ import annotations
 
 __all__ = [
+    "BrokerDenied",
     "BrokerFull",
     "BrokerUnavailable",
     "ConfigError",
@@ -50,6 +51,10 @@ class PayloadTooLarge(DriftlineError):
 
 class BrokerUnavailable(DriftlineError):
     """No answer from the broker within the deadline."""
+
+
+class BrokerDenied(DriftlineError):
+    """The broker refused the credentials, or the permission to use a subject: no retry will help."""
 
 
 class BrokerFull(DriftlineError):

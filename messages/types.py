@@ -56,7 +56,10 @@ def array_field(dtype: str, ndim: int = 1) -> BeforeValidator:
 
     def check(value: Any) -> np.ndarray:
         if isinstance(value, (list, tuple)):
-            value = np.asarray(value, dtype=want)
+            try:
+                value = np.asarray(value, dtype=want)
+            except (TypeError, OverflowError) as error:  # pydantic collects only ValueError
+                raise ValueError(f"not a list of {want}: {error}") from error
         if not isinstance(value, np.ndarray):
             raise ValueError(f"expected an array of {want}, got {type(value).__name__}")
         if value.dtype != want or value.ndim != ndim:

@@ -1,0 +1,50 @@
+"""Fixtures every test may use: a real nats-server for the session, its URL, and a bus in memory.
+
+Tests share the server, so each uses a run of its own (`fresh_run`). A test that stops or fills the broker starts one itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from driftline.messages.memory import MemoryBus
+from driftline.messages.nats_bus import NatsBus
+from driftline.messages.server import NatsServer
+
+_RUNS = itertools.count()
+
+
+@pytest.fixture(scope="session")
+def nats_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
+    server = NatsServer(tmp_path_factory.mktemp("nats"))
+    asyncio.run(server.start())
+    yield server
+    asyncio.run(server.stop())
+
+
+@pytest.fixture(scope="session")
+def nats_url(nats_server: NatsServer) -> str:
+    return nats_server.url
+
+
+@pytest.fixture
+async def nats_bus(nats_url: str) -> AsyncIterator[NatsBus]:
+    async with await NatsBus.connect(nats_url, name="test") as bus:
+        yield bus
+
+
+@pytest.fixture
+async def memory_bus() -> AsyncIterator[MemoryBus]:
+    async with MemoryBus() as bus:
+        yield bus
+
+
+@pytest.fixture
+def fresh_run() -> str:
+    """A run id no other test of this session uses."""
+    return f"t{os.getpid()}-{next(_RUNS)}"
