@@ -1,1 +1,24 @@
-"""Driftline policy_store."""
+"""Policy versions: weights as a chain of manifests over content-addressed blobs, exact, verified, and cheap to follow."""
+
+from driftline.policy_store.blobs import BlobRef, BlobStore, DirectoryBlobs, JetStreamBlobs, MemoryBlobs
+from driftline.policy_store.manifest import Link, Manifest, PolicyHead, VersionKind
+from driftline.policy_store.reader import PolicyReader
+from driftline.policy_store.tensor import HostTensor, State, state_digest
+from driftline.policy_store.writer import PolicyWriter
+
+__all__ = [
+    "BlobRef",
+    "BlobStore",
+    "DirectoryBlobs",
+    "HostTensor",
+    "JetStreamBlobs",
+    "Link",
+    "Manifest",
+    "MemoryBlobs",
+    "PolicyHead",
+    "PolicyReader",
+    "PolicyWriter",
+    "State",
+    "VersionKind",
+    "state_digest",
+]
