@@ -42,16 +42,16 @@ class _Task:
         shard = self.place.shard
         payload = pack[self.place.offset : self.place.offset + self.place.length]
         if self.base is not None and shard_digest(self.out) != self.base:
-            raise IntegrityError(f"shard {shard.index} of version {self.version}: the base has another digest",
+            raise IntegrityError(f"shard {shard.number} of version {self.version}: the base has another digest",
                                  field=f"tensor {shard.name}", value=f"bytes {shard.start}:{shard.stop}",
                                  remedy="the state is not the version it was taken for: materialise")
         try:
             apply(self.place.codec, payload, self.out, self.width)
         except IntegrityError as error:
-            raise IntegrityError(f"shard {shard.index} of version {self.version}: {error}",
+            raise IntegrityError(f"shard {shard.number} of version {self.version}: {error}",
                                  field=f"tensor {shard.name}", value=f"bytes {shard.start}:{shard.stop}") from error
         if shard_digest(self.out) != self.result:
-            raise IntegrityError(f"shard {shard.index} of version {self.version}: the result has another digest",
+            raise IntegrityError(f"shard {shard.number} of version {self.version}: the result has another digest",
                                  field=f"tensor {shard.name}", value=f"bytes {shard.start}:{shard.stop}",
                                  remedy="a wrong base or damaged bytes: materialise")
 
@@ -80,12 +80,12 @@ async def apply_encoding(
         for place in manifest.placements(encoding):
             tensor, kept = tensors[place.shard.name]
             if place.codec is not Codec.FULL and not kept:
-                raise IntegrityError(f"shard {place.shard.index} of version {manifest.version} is a change of nothing",
+                raise IntegrityError(f"shard {place.shard.number} of version {manifest.version} is a change of nothing",
                                      field=f"tensor {place.shard.name}", value=place.codec.name)
             base_digest = old.get((place.shard.name, place.shard.start)) if kept and check_base else None
             groups.setdefault(place.pack, []).append(_Task(
                 place, tensor.data[place.shard.start : place.shard.stop], tensor.width,
-                base_digest, manifest.shard_digest(place.shard.index), manifest.version))
+                base_digest, manifest.shard_digest(place.shard.number), manifest.version))
         async def one(index: int) -> None:
             tasks = groups[index]
             data = b""

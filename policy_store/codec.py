@@ -143,7 +143,7 @@ def _gaps(at: npt.NDArray[np.int64]) -> Bytes1D:
     return out
 
 
-def _planes(values: _Elements) -> list[Bytes1D]:
+def _planes(values: npt.NDArray[Any]) -> list[Bytes1D]:
     """Byte k of every element together, for each k from the lowest."""
     if values.itemsize == 1:
         return [values.view(np.uint8)]

@@ -76,7 +76,7 @@ class Job:
         if self.base_digest is not None and shard_digest(self.base) != self.base_digest:
             # A delta against a damaged base is one that every reader refuses.
             raise IntegrityError("the writer's base is not what it published", field=self.shard.name,
-                                 value=self.shard.index, remedy="resume() reads it again")
+                                 value=self.shard.number, remedy="resume() reads it again")
         return encode_delta(self.base, self.new, self.width), digest
 
 

@@ -22,7 +22,7 @@ from driftline.policy_store.applying import apply_encoding
 from driftline.policy_store.blobs import BlobStore
 from driftline.policy_store.manifest import Link, Manifest, PolicyHead, manifest_subject
 from driftline.policy_store.tensor import HostTensor, State
-from driftline.policy_store.workers import Workers, shared_workers
+from driftline.policy_store.workers import Workers, bounded, shared_workers
 
 __all__ = ["Path", "PolicyReader", "ReaderCounts"]
 
@@ -190,6 +190,17 @@ class PolicyReader:
                 break
         return sorted(found, key=lambda path: path.nbytes)
 
+    async def reachable(self, link: Link) -> Path:
+        """The cheapest path to a version whose blobs are all in the store; IntegrityError when there is none. Reads no weights."""
+        self._manifests.pop(link.seal, None)  # the question is what the store has now
+        target = await self.load(link)
+        for path in await self.paths(target):
+            first, rest = path.steps[0], path.steps[1:]
+            packs = [*(first.full.packs if first.full else ()), *(pack for step in rest if step.delta for pack in step.delta.packs)]
+            if all(await bounded(lambda pack: self._blobs.has(pack.ref), packs, 8)):
+                return path
+        raise IntegrityError("no path to it is complete", field="version", value=link.version, remedy="it was collected")
+
     async def materialise(self, version: int) -> State:
         """The weights of a version, every shard verified."""
         return await self.materialise_manifest(await self.manifest(version))
@@ -198,7 +209,7 @@ class PolicyReader:
         refused: list[str] = []
         for path in await self.paths(target):
             try:
-                state = await self._walk(path)
+                state = await self.walk(path)
             except IntegrityError as error:
                 refused.append(f"{path}: {error}")
                 self._refuse(refused[-1])
@@ -253,7 +264,8 @@ class PolicyReader:
         paths = await self.paths(target)
         return bool(paths) and paths[0].nbytes < delta_bytes(deltas)
 
-    async def _walk(self, path: Path) -> State:
+    async def walk(self, path: Path) -> State:
+        """The weights by this path and no other."""
         first = path.steps[0]
         if first.full is None:
             raise IntegrityError("it has no full", field="version", value=first.version)

@@ -149,7 +149,7 @@ State: TypeAlias = dict[str, HostTensor]
 class Shard(NamedTuple):
     """One shard of a state: which tensor, and which of its bytes. Shards of a state are numbered in the order they come."""
 
-    index: int
+    number: int
     name: str
     start: int
     stop: int
@@ -157,22 +157,22 @@ class Shard(NamedTuple):
 
 def shards_of(layouts: Iterable[tuple[str, Layout]]) -> Iterator[Shard]:
     """The shards of tensors given in sorted order; an empty tensor has none, no shard spans two tensors."""
-    index = 0
+    number = 0
     for name, layout in layouts:
         for start in range(0, layout.nbytes, SHARD_BYTES):
-            yield Shard(index, name, start, min(start + SHARD_BYTES, layout.nbytes))
-            index += 1
+            yield Shard(number, name, start, min(start + SHARD_BYTES, layout.nbytes))
+            number += 1
 
 
 def shard_digest(data: Bytes1D) -> bytes:
-    return xxhash.xxh3_128_digest(data)
+    return xxhash.xxh3_128_digest(data.data)
 
 
 def shard_digests(layouts: Mapping[str, Layout], digests: bytes) -> dict[tuple[str, int], bytes]:
     """Digests laid end to end in shard order, by tensor and first byte."""
     shards = shards_of((name, layouts[name]) for name in sorted(layouts))
     size = DIGEST_BYTES
-    return {(shard.name, shard.start): digests[size * shard.index : size * (shard.index + 1)] for shard in shards}
+    return {(shard.name, shard.start): digests[size * shard.number : size * (shard.number + 1)] for shard in shards}
 
 
 def tensor_digest_of(name: str, layout: Layout, shard_digests: bytes) -> str:
