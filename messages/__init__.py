@@ -32,6 +32,7 @@ from driftline.messages.subjects import (
     StreamSpec,
     Subjects,
     Topology,
+    stream_name,
     topology,
 )
 from driftline.messages.types import (
@@ -105,5 +106,6 @@ __all__ = [
     "lease",
     "put_blob",
     "register",
+    "stream_name",
     "topology",
 ]

@@ -111,10 +111,11 @@ class MemoryBus:
     async def publish(self, subject: str, message: Message, *, id: str, expect_last: int | None = None) -> PubAck:
         self.check()
         frame, headers = await frames.prepare(self, message)
+        await asyncio.sleep(0)
         return self._store(subject, frame, headers, id, expect_last)
 
     async def publish_bytes(self, subject: str, data: bytes, *, id: str) -> PubAck:
-        await asyncio.sleep(0)  # a real publish always yields, and a test should see what runs in between
+        await asyncio.sleep(0)  # a real call always yields, and a test should see what runs in between
         return self._store(subject, bytes(data), {}, id, None)
 
     async def get_bytes(self, stream: str, subject: str) -> bytes | None:
@@ -126,6 +127,7 @@ class MemoryBus:
             raise ConfigError("must be at least 1", field="batch", value=batch)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
+        await asyncio.sleep(0)
         while True:
             self.check()
             state = self.broker.declare_consumer(consumer)

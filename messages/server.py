@@ -234,8 +234,8 @@ class NatsServer:
             pidfd = os.pidfd_open(process.pid)
         except (AttributeError, OSError):
             deadline = time.monotonic() + timeout_s
-            while process.poll() is None and time.monotonic() < deadline:
-                await asyncio.sleep(0.05)  # noqa: ASYNC110 - no pidfd on this system
+            while process.poll() is None and time.monotonic() < deadline:  # noqa: ASYNC110 - no pidfd here
+                await asyncio.sleep(0.05)
             return process.poll() is not None
         loop = asyncio.get_running_loop()
         ended = asyncio.Event()

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-__all__ = ["ConsumerSpec", "Discard", "Retention", "StreamSpec", "Subjects", "Topology", "topology"]
+__all__ = ["ConsumerSpec", "Discard", "Retention", "StreamSpec", "Subjects", "Topology", "stream_name", "topology"]
 
 MIB = 1024 * 1024
 

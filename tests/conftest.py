@@ -9,6 +9,7 @@ import asyncio
 import itertools
 import os
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -22,9 +23,10 @@ _RUNS = itertools.count()
 @pytest.fixture(scope="session")
 def nats_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
     server = NatsServer(tmp_path_factory.mktemp("nats"))
-    asyncio.run(server.start())
-    yield server
-    asyncio.run(server.stop())
+    with ThreadPoolExecutor(1) as thread:  # a session fixture may be asked for inside a running loop
+        thread.submit(asyncio.run, server.start()).result()
+        yield server
+        thread.submit(asyncio.run, server.stop()).result()
 
 
 @pytest.fixture(scope="session")
