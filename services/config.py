@@ -101,11 +101,23 @@ class PolicyConfig(_Section):
     directory: str = ""
 
 
+class MixturePartConfig(_Section):
+    """One family of a mixture; an empty `source` is the mixture's own."""
+
+    family: str
+    params: dict[str, Any] = Field(default_factory=dict)
+    weight: float = Field(default=1.0, gt=0)
+    source: str = ""
+
+
 class TasksConfig(_Section):
+    """`[[tasks.mixture]]` parts, where given, replace `family` and `params` for training; evaluation keeps `family`."""
+
     source: str = "reasoning_gym"
     family: str = "spell_backward"
     params: dict[str, Any] = Field(default_factory=dict)
     eval_params: dict[str, Any] | None = None
+    mixture: tuple[MixturePartConfig, ...] = ()
     heldout: int = Field(default=128, ge=1)
     heldout_seed: int = Field(default=1_000_003, ge=0)
 
@@ -279,12 +291,12 @@ class Config(BaseModel):
             )
         if self.broker.url and not re.match(r"^(nats|tls|ws|wss)://", self.broker.url):
             raise _clash("broker.url", self.broker.url, "not a NATS address", "write nats://host:4222")
-        source = self.tasks.source
-        if source != "reasoning_gym" and not re.match(r"^python:[^:]+:[A-Za-z_][A-Za-z0-9_]*$", source):
-            raise _clash(
-                "tasks.source", source, "unknown kind of task source",
-                "write 'reasoning_gym', or 'python:PATH.py:NAME' for your own tasks",
-            )
+        for source in (self.tasks.source, *(part.source or self.tasks.source for part in self.tasks.mixture)):
+            if source not in ("reasoning_gym", "generators") and not re.match(r"^python:[^:]+(:\w+)?$", source):
+                raise _clash(
+                    "tasks.source", source, "unknown kind of task source",
+                    "write 'reasoning_gym', 'generators', or 'python:FILE.py:NAME' for your own tasks",
+                )
         return self
 
     @property
@@ -356,8 +368,13 @@ def _anchor(document: dict[str, Any], base: Path) -> None:
             value = policy.get(key)
             if isinstance(value, str) and value and not (key == "init" and value == "base"):
                 policy[key] = str(base / value)
-    if isinstance(tasks, dict) and isinstance(tasks.get("source"), str):
-        kind, colon, rest = tasks["source"].partition(":")
-        file, separator, name = rest.rpartition(":")
-        if colon and kind + ":" == PYTHON_SOURCE and separator and file:
-            tasks["source"] = f"{PYTHON_SOURCE}{base / file}:{name}"
+    if isinstance(tasks, dict):
+        parts = tasks.get("mixture")
+        for part in (tasks, *(parts if isinstance(parts, list) else ())):
+            if isinstance(part, dict) and str(part.get("source", "")).startswith(PYTHON_SOURCE):
+                part["source"] = _anchored(part["source"], base)
+
+
+def _anchored(source: str, base: Path) -> str:
+    file, colon, name = source.removeprefix(PYTHON_SOURCE).partition(":")
+    return f"{PYTHON_SOURCE}{base / file}{colon}{name}"

@@ -1,1 +1,1 @@
-"""Driftline services/dispatcher."""
+"""The dispatcher: which groups enter the loop, and when."""
