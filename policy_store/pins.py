@@ -18,10 +18,10 @@ from driftline.messages.errors import HeadConflict, IntegrityError
 from driftline.messages.registry import register
 from driftline.messages.subjects import Subjects
 from driftline.messages.types import Message
-from driftline.policy_store.manifest import Link
+from driftline.policy_store.manifest import Link, Manifest
 from driftline.policy_store.reader import PolicyReader
 
-__all__ = ["Pin", "Pins", "pin", "pins", "unpin"]
+__all__ = ["Pin", "Pins", "find", "pin", "pins", "unpin"]
 
 ATTEMPTS = 16
 
@@ -74,6 +74,17 @@ async def pin(bus: Bus, reader: PolicyReader, version: int, owner: str) -> Link:
 
 async def unpin(bus: Bus, run: str, version: int, owner: str) -> None:
     await _change(bus, run, lambda held: without_pin(held, version, owner))
+
+
+async def find(bus: Bus, reader: PolicyReader, version: int) -> Manifest:
+    """The manifest of a version, by the head's lineage or, where collection has cut that, by a pin's."""
+    try:
+        return await reader.manifest(version)
+    except IntegrityError:
+        for held in await pins(bus, reader.run):
+            if held.link.version == version:
+                return await reader.load(held.link)
+        raise
 
 
 async def _read(bus: Bus, run: str) -> tuple[Pins | None, int]:
