@@ -126,6 +126,8 @@ def _import(spec: str, file: Path) -> ModuleType:
         raise ConfigError("Python cannot import this file", field="tasks.source", value=spec)
     module = importlib.util.module_from_spec(loader)
     sys.modules[name] = module
+    if (folder := str(file.resolve().parent)) not in sys.path:
+        sys.path.append(folder)  # last, so that what lies beside the file can be imported and shadows nothing
     try:
         loader.loader.exec_module(module)
     except Exception as error:

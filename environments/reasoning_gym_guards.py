@@ -27,10 +27,12 @@ _EVALUATES = (
 # Their scorers call sympy.parse_expr(answer).
 _PARSES = frozenset({"countdown", "intermediate_integration", "polynomial_multiplication", "puzzle24", "simple_integration"})
 
-_FUNCTIONS = frozenset(
-    ("sin", "cos", "tan", "cot", "sec", "csc", "asin", "acos", "atan", "sinh", "cosh", "tanh")
-    + ("exp", "log", "ln", "sqrt", "pi", "Abs", "abs", "erf", "Si", "Ci", "li", "Ei", "Integral")
-)
+# fmt: off
+_FUNCTIONS = frozenset((
+    "sin", "cos", "tan", "cot", "sec", "csc", "asin", "acos", "atan", "sinh", "cosh", "tanh",
+    "exp", "log", "ln", "sqrt", "pi", "Abs", "abs", "erf", "Si", "Ci", "li", "Ei", "Integral",
+))
+# fmt: on
 _MATHS = re.compile(r"[0-9A-Za-z_+\-*/^().,\s]*")
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _ATTRIBUTE = re.compile(r"\.\s*[A-Za-z_]|\)\s*\.|__")
