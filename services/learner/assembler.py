@@ -15,9 +15,10 @@ members; `OutcomeEvent`s already in the ledger are folded in with `ended`, and g
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import Self
 
 from driftline.messages.errors import DriftlineError
 from driftline.messages.types import Finish, Graded, Group, Outcome, OutcomeEvent, Trajectory
@@ -33,11 +34,15 @@ class AssemblyError(DriftlineError):
 
 
 class Arrival(StrEnum):
-    """What became of a member. Only ACCEPTED is held; everything else may be acknowledged at once."""
+    """What became of a member. Only ACCEPTED is held.
+
+    DUPLICATE may be the very message that is held, delivered again: acknowledging it would let go of the only durable copy, so it
+    is acknowledged with the first, when its group has ended. ALREADY_ENDED and UNKNOWN are done with.
+    """
 
     ACCEPTED = "accepted"
     DUPLICATE = "duplicate"  # this member is already held: the same again, or another sample of it (the first wins)
-    UNKNOWN = "unknown"  # of another run, or it contradicts its group's size
+    UNKNOWN = "unknown"  # of another run, or it contradicts its group's size, index or task
     ALREADY_ENDED = "already_ended"
 
 
@@ -92,44 +97,59 @@ class _State(StrEnum):
 
 
 @dataclass(frozen=True)
+class _Member:
+    """A held member, with what the rules ask about it computed once."""
+
+    graded: Graded
+    reward: float | None  # None: not usable
+    oldest: int
+    newest: int
+    size: int
+
+    @classmethod
+    def of(cls, graded: Graded) -> Self:
+        trajectory = graded.trajectory
+        reward = None if trajectory.finish is Finish.ABORT else graded.reward
+        return cls(graded, reward, trajectory.oldest_version, int(trajectory.versions.max()), held_size(graded))
+
+
+@dataclass(frozen=True)
 class _Open:
     """A group that has not ended. `group` is None until its Admitted event is seen."""
 
     group: Group | None = None
-    admitted_at: float = 0.0
-    members: dict[int, Graded] = field(default_factory=dict)
+    deadline: float = 0.0
+    members: Mapping[int, _Member] = field(default_factory=dict)
 
     @property
-    def usable(self) -> tuple[Graded, ...]:
-        return tuple(self.members[k] for k in sorted(self.members) if _is_usable(self.members[k]))
+    def usable(self) -> tuple[_Member, ...]:
+        return tuple(self.members[k] for k in sorted(self.members) if self.members[k].reward is not None)
 
     @property
-    def deadline(self) -> float:
-        return self.admitted_at + (self.group.deadline_s if self.group else 0.0)
+    def rewards(self) -> list[float]:
+        return [m.reward for m in self.usable if m.reward is not None]
+
+    @property
+    def size(self) -> int:
+        return sum(m.size for m in self.members.values())
 
     @property
     def complete(self) -> bool:
         return self.group is not None and len(self.members) == self.group.members
 
     def oldest_version(self) -> int | None:
-        return min((m.trajectory.oldest_version for m in self.usable), default=None)
+        return min((m.oldest for m in self.usable), default=None)
 
     def newest_version(self) -> int:
-        return max(int(m.trajectory.versions.max()) for m in self.usable)
+        return max(m.newest for m in self.usable)
 
     def state(self, min_members: int) -> _State:
         if not self.complete:
             return _State.WAITING
-        usable = self.usable
-        if len(usable) < min_members:
+        rewards = self.rewards
+        if len(rewards) < min_members:
             return _State.FAILED
-        if is_zero_variance([m.reward for m in usable]):
-            return _State.ZERO_VARIANCE
-        return _State.READY
-
-
-def _is_usable(graded: Graded) -> bool:
-    return graded.reward is not None and graded.trajectory.finish is not Finish.ABORT
+        return _State.ZERO_VARIANCE if is_zero_variance(rewards) else _State.READY
 
 
 def held_size(graded: Graded) -> int:
@@ -148,12 +168,16 @@ class Assembler:
     True
     """
 
-    def __init__(self, *, run: str, groups_per_step: int, max_lag: int, min_group_members: int = 2) -> None:
+    def __init__(
+        self, *, run: str, groups_per_step: int, max_lag: int, min_group_members: int = 2, started_at: float = 0.0
+    ) -> None:
+        """`started_at`: no deadline counts from before it, so a learner that was away longer than a group's deadline does not
+        expire what was finished and is about to be delivered again."""
         if groups_per_step < 1 or max_lag < 0 or min_group_members < 1:
             raise AssemblyError("needs groups_per_step >= 1, max_lag >= 0, min_group_members >= 1", field="limits",
                                 value=(groups_per_step, max_lag, min_group_members))
         self.run, self.groups_per_step, self.max_lag = run, groups_per_step, max_lag
-        self.min_group_members = min_group_members
+        self.min_group_members, self.started_at = min_group_members, started_at
         self._open: dict[str, _Open] = {}
         self._ended: dict[str, Outcome] = {}
         self._taken: dict[str, Batch] = {}
@@ -183,7 +207,7 @@ class Assembler:
         return self._ended.get(group)
 
     def next_deadline(self) -> float | None:
-        """When `expire` will next have something to say, on the clock of `admit`'s `at`."""
+        """When `expire` will next have something to say, on the clock of `admit`."""
         return min((e.deadline for n, e in self._open.items() if self._can_expire(n, e)), default=None)
 
     def admit(self, group: Group, at: float) -> bool:
@@ -193,9 +217,10 @@ class Assembler:
         entry = self._open.get(group.group, _Open())
         if entry.group is not None:
             return False
-        fitting = {k: m for k, m in entry.members.items() if _fits(m.trajectory, group)}
-        self._held_bytes -= sum(held_size(m) for k, m in entry.members.items() if k not in fitting)
-        self._open[group.group] = _Open(group, at, fitting)
+        fitting = {k: m for k, m in entry.members.items() if _fits(m.graded.trajectory, group)}
+        admitted = _Open(group, max(at, self.started_at) + group.deadline_s, fitting)
+        self._held_bytes -= entry.size - admitted.size
+        self._open[group.group] = admitted
         return True
 
     def arrive(self, graded: Graded) -> Arrival:
@@ -210,8 +235,9 @@ class Assembler:
             return Arrival.UNKNOWN
         if member in entry.members:
             return Arrival.DUPLICATE
-        self._open[name] = replace(entry, members={**entry.members, member: graded})
-        self._held_bytes += held_size(graded)
+        held = _Member.of(graded)
+        self._open[name] = replace(entry, members={**entry.members, member: held})
+        self._held_bytes += held.size
         return Arrival.ACCEPTED
 
     def ended(self, event: OutcomeEvent) -> None:
@@ -332,13 +358,13 @@ class Assembler:
         entry = self._open[name]
         assert entry.group is not None
         usable = entry.usable
-        used = {m.trajectory.member for m in usable}
-        return BatchGroup(entry.group, usable, tuple(k for k in sorted(entry.members) if k not in used))
+        excluded = tuple(k for k in sorted(entry.members) if entry.members[k].reward is None)
+        return BatchGroup(entry.group, tuple(m.graded for m in usable), excluded)
 
     def _end(self, name: str, outcome: Outcome, reason: str, head: int, now: float) -> OutcomeEvent:
         entry = self._open[name]
         oldest = entry.oldest_version()
-        rewards = [m.reward for m in entry.usable if m.reward is not None]
+        rewards = entry.rewards
         self._forget(name, outcome)
         return OutcomeEvent(
             run=self.run, group=name, outcome=outcome, reason=reason, version=head + 1 if head >= 0 else -1,
@@ -349,7 +375,7 @@ class Assembler:
     def _forget(self, name: str, outcome: Outcome) -> None:
         entry = self._open.pop(name, None)
         if entry is not None:
-            self._held_bytes -= sum(held_size(m) for m in entry.members.values())
+            self._held_bytes -= entry.size
         self._taken.pop(name, None)
         self._ended[name] = outcome
 
@@ -361,7 +387,7 @@ def _fits(trajectory: Trajectory, group: Group) -> bool:
 def _why_failed(entry: _Open) -> str:
     causes = []
     for member in sorted(entry.members):
-        graded = entry.members[member]
-        if not _is_usable(graded):
+        graded = entry.members[member].graded
+        if entry.members[member].reward is None:
             causes.append(f"member {member}: {graded.cause or graded.trajectory.finish}")
     return f"{len(causes)} of {len(entry.members)} members failed; " + "; ".join(causes[:3])
