@@ -15,6 +15,7 @@ members; `OutcomeEvent`s already in the ledger are folded in with `ended`, and g
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -324,7 +325,7 @@ class Assembler:
             name, rewards = entry.group.group, entry.rewards
             events.append(OutcomeEvent(
                 run=self.run, group=name, outcome=Outcome.TRAINED, version=version, lag=batch.head - entry.oldest_version,
-                members=len(entry.members), reward_mean=sum(rewards) / len(rewards), at=now,
+                members=len(entry.members), reward_mean=math.fsum(rewards) / len(rewards), at=now,
                 reason=f"without failed members {list(entry.excluded)}" if entry.excluded else "",
             ))
             self._forget(name, Outcome.TRAINED)
@@ -369,7 +370,7 @@ class Assembler:
         return OutcomeEvent(
             run=self.run, group=name, outcome=outcome, reason=reason, version=head + 1 if head >= 0 else -1,
             lag=head - oldest if oldest is not None and head >= 0 else -1, members=len(entry.members),
-            reward_mean=sum(rewards) / len(rewards) if rewards else None, at=now,
+            reward_mean=math.fsum(rewards) / len(rewards) if rewards else None, at=now,
         )
 
     def _forget(self, name: str, outcome: Outcome) -> None:
