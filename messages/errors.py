@@ -13,6 +13,7 @@ __all__ = [
     "DriftlineError",
     "HeadConflict",
     "IntegrityError",
+    "LeaseLost",
     "MalformedMessage",
     "PayloadTooLarge",
     "UnknownSchema",
@@ -55,6 +56,10 @@ class BrokerUnavailable(DriftlineError):
 
 class BrokerDenied(DriftlineError):
     """The broker refused the credentials, or the permission to use a subject: no retry will help."""
+
+
+class LeaseLost(BrokerUnavailable):
+    """The broker answers, but does not confirm this delivery: it may be delivered again, to us or to another."""
 
 
 class BrokerFull(DriftlineError):

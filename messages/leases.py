@@ -1,7 +1,7 @@
 """Leases: a delivery stays ours while we work on it, and a lease that is lost stops the work.
 
 `lease(delivery)` renews every third of `ack_wait` while its body runs. If no renewal is confirmed for a whole `ack_wait`, someone
-else may have the message: the body is cancelled and BrokerUnavailable is raised. `Leases` keeps many at once with one task, for
+else may have the message: the body is cancelled and LeaseLost is raised. `Leases` keeps many at once with one task, for
 a service that collects deliveries before it can acknowledge any.
 """
 
@@ -14,7 +14,7 @@ from typing import Final, Self
 import structlog
 
 from driftline.messages.bus import Delivery
-from driftline.messages.errors import BrokerDenied, BrokerUnavailable
+from driftline.messages.errors import BrokerDenied, BrokerUnavailable, LeaseLost
 
 __all__ = ["Leases", "lease"]
 
@@ -28,7 +28,7 @@ class lease:
 
     def __init__(self, delivery: Delivery) -> None:
         self._delivery = delivery
-        self._lost: BrokerUnavailable | None = None
+        self._lost: LeaseLost | None = None
         self._body: asyncio.Task[object] | None = None
         self._renewer: asyncio.Task[None] | None = None
 
@@ -63,7 +63,7 @@ class lease:
             except (BrokerUnavailable, BrokerDenied, TimeoutError) as error:
                 if loop.time() >= until or isinstance(error, BrokerDenied):
                     assert self._body is not None
-                    self._lost = BrokerUnavailable(
+                    self._lost = LeaseLost(
                         f"the lease was lost: not renewed for {wait:g} s", field="delivery", value=self._delivery.subject
                     )
                     self._lost.__cause__ = error

@@ -28,6 +28,7 @@ from driftline.messages.errors import (
     ConfigError,
     HeadConflict,
     IntegrityError,
+    LeaseLost,
     MalformedMessage,
     PayloadTooLarge,
 )
@@ -42,6 +43,7 @@ __all__ = ["NatsBus"]
 log = structlog.get_logger(__name__)
 
 PUBLISH_S: Final = 10.0
+ACK_S: Final = 5.0
 ATTEMPT_S: Final = 3.0
 ADMIN_S: Final = 10.0
 READ_S: Final = 10.0
@@ -172,8 +174,20 @@ class NatsBus:
         await self._store(subject, raw.data, headers, dead_id(stream, raw.seq))
 
     async def confirm(self, reply: str, payload: bytes) -> None:
-        """Send an acknowledgement of some kind and wait until the broker confirms it."""
-        await self._retry(reply, payload, None, PUBLISH_S)
+        """Send an acknowledgement of some kind and wait until the broker confirms it.
+
+        A server that was killed may have forgotten a delivery it made just before; it says nothing to its acknowledgement,
+        and delivers it anew: LeaseLost.
+        """
+        try:
+            await self._retry(reply, payload, None, ACK_S)
+        except BrokerUnavailable as error:
+            self._connection.check()
+            if not self._connection.connected:
+                raise
+            raise LeaseLost(
+                f"not confirmed within {ACK_S:g} s", field="delivery", value=reply, remedy="expect it to be delivered again"
+            ) from error
 
     async def settled(self, stream: str, subject: str, data: bytes) -> None:
         """After the acknowledgement of a work-queue message: nobody will read its claim again."""

@@ -283,13 +283,24 @@ class Connection:
         self._inboxes.discard(inbox)
 
     async def rtt(self, timeout_s: float) -> float:
-        """Round trip in seconds; raises BrokerUnavailable."""
+        """Round trip in seconds; raises BrokerUnavailable.
+
+        Not `client.rtt`: at its timeout it cancels a future that the read loop still completes when the pong does come,
+        which ends the read loop and leaves the very zombie this is to find.
+        """
         self.check()
+        loop = asyncio.get_running_loop()
+        asked = loop.time()
+        pong: asyncio.Future[bool] = loop.create_future()
         try:
             async with asyncio.timeout(timeout_s):
-                return await self.client.rtt(timeout=timeout_s)  # type: ignore[arg-type]
-        except (TimeoutError, nats.errors.Error, OSError, AttributeError) as error:
+                await self.client._send_ping(pong)
+            await asyncio.wait({pong}, timeout=timeout_s - (loop.time() - asked))
+        except (TimeoutError, nats.errors.Error, OSError, AttributeError, AssertionError) as error:
             raise RequestTimeout(f"no pong in {timeout_s:g} s", field="broker.url", value=self.url) from error
+        if not pong.done():
+            raise RequestTimeout(f"no pong in {timeout_s:g} s", field="broker.url", value=self.url)
+        return loop.time() - asked
 
     async def close(self, timeout_s: float = 5.0) -> None:
         """Flush what was sent (acknowledgements among it), then drain and disconnect. Never raises."""

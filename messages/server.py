@@ -185,9 +185,7 @@ class NatsServer:
     def _spawn(self) -> None:
         config = self.store_dir / "nats-server.conf"
         self.log.unlink(missing_ok=True)
-        config.write_text(
-            server_config(port=self.port, store_dir=self.store_dir / "jetstream", log=self.log, host=self.host)
-        )
+        config.write_text(self._config())
         self._process = subprocess.Popen(
             [server_binary(), "-c", str(config)],
             stdin=subprocess.DEVNULL,
@@ -196,6 +194,9 @@ class NatsServer:
             start_new_session=True,
         )
         self._pid_file.write_text(str(self._process.pid))
+
+    def _config(self) -> str:
+        return server_config(port=self.port, store_dir=self.store_dir / "jetstream", log=self.log, host=self.host)
 
     def _signal(self, number: signal.Signals) -> None:
         if self._process is not None and self._process.poll() is None:
