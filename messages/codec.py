@@ -250,7 +250,7 @@ class _Budget:
             raise MalformedMessage("its dimensions disagree with its length", field="array", value=dimensions)
         shape = struct.unpack_from(f"<{dimensions}Q", data, _ARRAY.size)
         size = math.prod(shape) * dtype.itemsize  # Python integers: no overflow to hide behind
-        if offset % _ALIGN or offset + size > len(self._buffer) or any(n > len(self._buffer) for n in shape):
+        if offset % _ALIGN or offset + size > len(self._buffer) or any(n > MAX_DECODED_BYTES for n in shape):
             raise MalformedMessage(f"{size} bytes at {offset} do not fit {len(self._buffer)}", field="array", value=shape)
         raw = self._buffer[offset : offset + size]
         if dtype.kind == "b" and size and np.frombuffer(raw, np.uint8).max() > 1:

@@ -74,13 +74,14 @@ class lease:
 class Leases:
     """Many leases, kept by one task: `async with Leases() as held: held.add(delivery); ...; held.discard(delivery)`.
 
-    A delivery whose lease was lost leaves the set by itself and is in `lost` until taken: it will be delivered again.
+    A delivery whose lease was lost leaves the set by itself and is in `lost` until `take_lost`: it will be delivered again.
     """
 
     def __init__(self) -> None:
         self._held: dict[Delivery, _Held] = {}
         self.lost: list[Delivery] = []
         self._changed = asyncio.Event()
+        self._losing = asyncio.Event()
         self._keeper: asyncio.Task[None] | None = None
 
     def __len__(self) -> int:
@@ -109,6 +110,13 @@ class Leases:
     def discard(self, delivery: Delivery) -> None:
         """Stop renewing: it is about to be acknowledged, given back or dead-lettered."""
         self._held.pop(delivery, None)
+
+    async def take_lost(self) -> list[Delivery]:
+        """Wait for a loss, then return and forget what was lost."""
+        await self._losing.wait()
+        self._losing.clear()
+        taken, self.lost = self.lost, []
+        return taken
 
     async def _keep(self) -> None:
         loop = asyncio.get_running_loop()
@@ -142,6 +150,7 @@ class Leases:
             if loop.time() >= held.until and self._held.pop(delivery, None) is not None:
                 log.warning("lease lost", subject=delivery.subject, error=str(error))
                 self.lost.append(delivery)
+                self._losing.set()
         held.due = loop.time() + delivery.ack_wait_s / 3
 
 
