@@ -27,6 +27,7 @@ __all__ = [
     "Config",
     "Objective",
     "PolicyUpdate",
+    "Proximal",
     "StoreKind",
     "in_flight_members",
     "load",
@@ -53,6 +54,13 @@ class PolicyUpdate(StrEnum):
     IN_FLIGHT = "in_flight"
     DRAIN = "drain"
     INTERRUPT = "interrupt"
+
+
+class Proximal(StrEnum):
+    """What the ratio is taken against: the recorded behaviour policy, or the policy at the start of the step (decoupled)."""
+
+    BEHAVIOUR = "behaviour"
+    RECOMPUTE = "recompute"
 
 
 class StoreKind(StrEnum):
@@ -158,6 +166,8 @@ class LearnerConfig(_Section):
     eps_low: float = Field(default=3e-4, gt=0, lt=1)
     eps_high: float = Field(default=4e-4, gt=0)
     dual_clip: float = Field(default=3.0, gt=1)
+    proximal: Proximal = Proximal.BEHAVIOUR
+    router_replay: bool = False
     tis_cap: float | None = Field(default=None, gt=0)
     icepop: tuple[float, float] | None = None
     adv_std: bool = False
@@ -182,8 +192,11 @@ class EvaluatorConfig(_Section):
 
 
 class PolicyStoreConfig(_Section):
-    verify: bool = True
-    keep: int = Field(default=0, ge=0)
+    """`keep_versions` = 0 collects nothing. `mirror` keeps the newest `mirror_keep` versions as files in the run folder."""
+
+    keep_versions: int = Field(default=20, ge=0)
+    mirror: bool = True
+    mirror_keep: int = Field(default=2, ge=1)
 
 
 class TelemetryConfig(_Section):

@@ -22,7 +22,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from typing import Protocol, cast, runtime_checkable
+from typing import Protocol, TextIO, cast, runtime_checkable
 
 import structlog
 
@@ -39,7 +39,7 @@ from driftline.messages.types import RunFinished
 from driftline.services.config import Config
 from driftline.services.telemetry import Health, Pages, Reporter, gauge, http_port
 
-__all__ = ["Build", "Connect", "Context", "Drainable", "Exit", "Service", "connect", "finished", "run_topology", "serve"]
+__all__ = ["Build", "Connect", "Context", "Drainable", "Exit", "Service", "configure_logging", "connect", "finished", "run_topology", "serve"]
 
 log = structlog.get_logger("runtime")
 
@@ -290,8 +290,9 @@ def _failed(error: BaseException) -> int:
     return int(code)
 
 
-def configure_logging(service: str, instance: str = "", level: str = "info") -> None:
-    """JSON lines on stderr, ours and the libraries' alike."""
+def configure_logging(service: str, instance: str = "", level: str = "info", stream: TextIO | None = None) -> None:
+    """JSON lines on `stream` (stderr), ours and the libraries' alike."""
+    out = stream or sys.stderr
     shared: list[structlog.types.Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
@@ -306,10 +307,10 @@ def configure_logging(service: str, instance: str = "", level: str = "info") -> 
     structlog.configure(
         processors=[*shared, stamp, renderer],
         wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.PrintLoggerFactory(out),
         cache_logger_on_first_use=False,
     )
-    handler = logging.StreamHandler(sys.stderr)
+    handler = logging.StreamHandler(out)
     handler.setFormatter(structlog.stdlib.ProcessorFormatter(
         foreign_pre_chain=shared,
         processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, stamp, renderer],

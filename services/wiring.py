@@ -1,0 +1,121 @@
+"""How each service is made from a configuration: the one place that knows every constructor.
+
+Imports are inside the builders, so that a service pays for what it uses: a dispatcher never loads torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from driftline.messages.bus import Bus
+from driftline.messages.errors import ConfigError
+from driftline.services.config import Config, StoreKind
+from driftline.services.runtime import Build, Context, Service
+
+if TYPE_CHECKING:
+    from driftline.environments.source import TaskSource
+    from driftline.policy_store.blobs import BlobStore
+
+__all__ = ["SERVICES", "blob_store", "checkpoint_dir", "scorer_specs", "task_source"]
+
+
+def blob_store(bus: Bus, config: Config) -> BlobStore:
+    """Where policy bytes live."""
+    from driftline.policy_store.blobs import DirectoryBlobs, JetStreamBlobs
+
+    match config.policy.store:
+        case StoreKind.DIRECTORY:
+            return DirectoryBlobs(Path(config.policy.directory))
+        case StoreKind.JETSTREAM:
+            return JetStreamBlobs(bus, config.run.name)
+
+
+def task_source(config: Config) -> TaskSource:
+    """The training tasks, and the held-out ones they share no question with."""
+    from driftline.environments.source import MixturePart, load_source
+
+    tasks = config.tasks
+    mixture = [MixturePart(part.family, part.params, part.weight, part.source) for part in tasks.mixture]
+    return load_source(tasks.source, tasks.family, tasks.params, mixture=mixture, heldout_seed=tasks.heldout_seed)
+
+
+def scorer_specs(config: Config) -> tuple[str, ...]:
+    """Every source a trajectory of this run may come from."""
+    sources = {config.tasks.source, *(part.source or config.tasks.source for part in config.tasks.mixture)}
+    return tuple(sorted(sources))
+
+
+def checkpoint_dir(config: Config) -> Path:
+    """The starting checkpoint's folder. Raises ConfigError when it holds none."""
+    import driftline
+
+    shipped = config.policy.init == "base"
+    folder = Path(driftline.__file__).parent / "models" / "base" if shipped else Path(config.policy.init)
+    missing = [name for name in ("config.json", "model.safetensors") if not (folder / name).is_file()]
+    if missing:
+        raise ConfigError(f"no checkpoint there: {' and '.join(missing)} missing in {folder}", field="policy.init",
+                          value=config.policy.init,
+                          remedy="this installation lacks the shipped checkpoint: install again" if shipped
+                          else "name a folder that `driftline pretrain` or a run wrote, or use 'base'")
+    return folder
+
+
+def _dispatcher(context: Context) -> Service:
+    from driftline.services.dispatcher.service import DispatcherService
+
+    return DispatcherService(context.bus, context.config, task_source(context.config), context.reporter)
+
+
+def _grader(context: Context) -> Service:
+    from driftline.services.grader.service import GraderService
+
+    grader = context.config.grader
+    return GraderService(
+        context.bus, context.config.run.name, scorer_specs(context.config), workers=grader.workers,
+        deadline_s=grader.deadline_s, memory_mb=grader.memory_mb, max_in_flight=grader.max_in_flight,
+        reporter=context.reporter,
+    )
+
+
+def _policy_store(context: Context) -> Service:
+    from driftline.services.policy_store.service import PolicyStoreService
+
+    config, store = context.config, context.config.policy_store
+    return PolicyStoreService(
+        context.bus, blob_store(context.bus, config), config.run.name, keep_versions=store.keep_versions,
+        mirror_dir=context.run_dir / "policy" if store.mirror else None, mirror_keep=store.mirror_keep,
+        mirror_beside={"config.json": (checkpoint_dir(config) / "config.json").read_bytes()},
+        reporter=context.reporter,
+    )
+
+
+def _rollout(context: Context) -> Service:
+    service = _named("driftline.services.rollout.service", "RolloutService")
+    return cast(Service, service(context.bus, blob_store(context.bus, context.config), context.config, context.instance))
+
+
+def _learner(context: Context) -> Service:
+    service = _named("driftline.services.learner.service", "LearnerService")
+    return cast(Service, service(context.bus, blob_store(context.bus, context.config), context.config, context.run_dir))
+
+
+def _evaluator(context: Context) -> Service:
+    service = _named("driftline.services.evaluator.service", "EvaluatorService")
+    return cast(Service, service(context.bus, blob_store(context.bus, context.config), context.config))
+
+
+def _named(module: str, name: str) -> Any:
+    return getattr(import_module(module), name)
+
+
+SERVICES: Mapping[str, Build] = {
+    "dispatcher": _dispatcher,
+    "grader": _grader,
+    "learner": _learner,
+    "policy-store": _policy_store,
+    "evaluator": _evaluator,
+    "rollout": _rollout,
+}

@@ -1,0 +1,5 @@
+"""`python -m driftline` is `driftline`."""
+
+from driftline.cli import main
+
+main()
