@@ -22,7 +22,7 @@ from driftline.messages.errors import IntegrityError
 
 __all__ = ["BlobRef", "BlobStore", "DirectoryBlobs", "JetStreamBlobs", "MemoryBlobs"]
 
-_DIGEST = re.compile(r"^[0-9a-f]{32}$")
+_DIGEST = re.compile(r"[0-9a-f]{32}")
 
 
 @runtime_checkable
@@ -88,7 +88,7 @@ class DirectoryBlobs:
         self.root = root
 
     def path(self, digest: str) -> Path:
-        if not _DIGEST.match(digest):  # a digest comes off the wire and becomes a path
+        if not _DIGEST.fullmatch(digest):  # a digest comes off the wire and becomes a path
             raise IntegrityError("not a digest", field="blob", value=digest)
         return self.root / digest[:2] / digest
 

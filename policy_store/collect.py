@@ -57,7 +57,9 @@ def plan(known: Mapping[str, Version], head: Link, keep_versions: int, pinned: I
     """What may go, of the versions `known` by seal."""
     lineage = _lineage(known, head)
     oldest_kept = head.version - max(1, keep_versions) + 1
-    targets = [head, *(link for link in lineage.values() if link.version >= oldest_kept), *pinned]
+    # By number, not by lineage: a version whose descent is not known is kept, and then so is what it is made from.
+    recent = [v.link for v in known.values() if oldest_kept <= v.link.version <= head.version and not _lost(v, lineage, head)]
+    targets = [head, *recent, *pinned]
     keep: set[str] = set()
     for target in targets:
         chain = _chain(known, target)
