@@ -29,17 +29,13 @@ from typing import Any
 
 import xxhash
 
-from driftline.environments.source import PYTHON, Score, task_id
-from driftline.messages.errors import ConfigError, DriftlineError
+from driftline.environments.source import PYTHON, RewardError, Score, task_id
+from driftline.messages.errors import ConfigError
 from driftline.messages.types import Task
 
-__all__ = ["PythonTasks", "RewardError"]
+__all__ = ["PythonTasks"]
 
 _EXPECTED = "define tasks(index, rng) -> (prompt, answer) and reward(prompt, answer, completion) -> float"
-
-
-class RewardError(DriftlineError):
-    """A user's reward returned something that is not a finite number."""
 
 
 @dataclass(frozen=True)

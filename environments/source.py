@@ -14,12 +14,13 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import xxhash
 
 from driftline.environments.split import heldout_tasks, training_task
-from driftline.messages.errors import ConfigError
+from driftline.messages.errors import ConfigError, DriftlineError
 from driftline.messages.types import Task
 
 __all__ = [
     "HELDOUT_SEED",
     "MixturePart",
+    "RewardError",
     "Score",
     "Scorer",
     "TaskMaker",
@@ -34,6 +35,10 @@ HELDOUT_SEED = 1_000_003
 REASONING_GYM = "reasoning_gym"
 GENERATORS = "generators"
 PYTHON = "python:"
+
+
+class RewardError(DriftlineError):
+    """A reward that is not a finite number."""
 
 
 class Score(NamedTuple):

@@ -32,6 +32,8 @@ log = structlog.get_logger("grader")
 PULL_S = 1.0
 REPORT_S = 2.0
 RETRY_S = 1.0
+# Longer than a pull, so that an ending grader is not handed back what it just gave away.
+GIVE_BACK_S = 5.0
 _FULL_FIRST_S, _FULL_LONGEST_S = 0.05, 2.0
 
 
@@ -67,10 +69,11 @@ class GraderService:
         memory_mb: int = 1024,
         max_in_flight: int = 256,
         reporter: Reporter | None = None,
+        consumer: ConsumerSpec | None = None,
     ) -> None:
         self._bus, self._run = bus, run
         self._subjects = Subjects(run)
-        self._consumer = grader_consumer(run)
+        self._consumer = consumer or grader_consumer(run)
         self._max_in_flight = max_in_flight
         self._reporter = reporter or Reporter(bus, run, "grader")
         self._pool = GraderPool(scorer_spec, workers=workers, deadline_s=deadline_s, memory_mb=memory_mb)
@@ -146,7 +149,7 @@ class GraderService:
             ack = await self._publish(graded(trajectory, verdict))
         except BrokerFull:  # only while ending: nobody makes room any more
             self.counts.infrastructure["given_back"] += 1
-            await delivery.nak()
+            await delivery.nak(GIVE_BACK_S)
             return
         if ack:
             self.counts.add(verdict)

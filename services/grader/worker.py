@@ -17,7 +17,7 @@ import traceback
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from driftline.environments.source import Score, Scorer, load_scorer
+from driftline.environments.source import RewardError, Score, Scorer, load_scorer
 from driftline.messages.types import Task
 from driftline.services.grader.wire import HEADER, Failure, frame_length, pack, unpack
 
@@ -60,6 +60,8 @@ def _grade(scorer: Scorer, request: dict[str, Any]) -> dict[str, Any]:
         score = scorer.score(Task.model_validate(request["task"]), request["completion"])
     except MemoryError:
         return {"failure": Failure.MEMORY.value, "cause": "the reward asked for more memory than grader.memory_mb allows"}
+    except RewardError as error:
+        return {"failure": Failure.NOT_A_NUMBER.value, "cause": str(error)}
     except (Exception, SystemExit) as error:
         return {"failure": Failure.RAISED.value, "cause": _cause(error)}
     return _checked(score)

@@ -18,8 +18,7 @@ from driftline.environments.multi_turn import (
     open_episode,
     stop_strings,
 )
-from driftline.environments.python_source import RewardError
-from driftline.environments.source import load_scorer, load_source
+from driftline.environments.source import RewardError, load_scorer, load_source
 from driftline.messages.errors import ConfigError
 
 GOOD = "def tasks(index, rng):\n    a = rng.randint(0, 10**6)\n    return f'{a}?', str(a)\n"
