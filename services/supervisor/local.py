@@ -28,6 +28,7 @@ from driftline.services.supervisor.broker import EmbeddedBroker
 from driftline.services.supervisor.children import ServiceSpec
 from driftline.services.supervisor.folder import RunFolder
 from driftline.services.supervisor.keeper import Keeper
+from driftline.services.supervisor.restarts import RestartPolicy
 from driftline.services.telemetry import Reporter
 from driftline.services.watch.collector import Collector
 from driftline.services.watch.curves import draw_curves
@@ -76,8 +77,10 @@ def service_specs(config: Config, folder: RunFolder, url: str) -> tuple[ServiceS
 
 
 class LocalRun:
-    def __init__(self, config: Config, folder: RunFolder, screen: Screen, specs: Sequence[ServiceSpec] | None = None) -> None:
-        self._config, self._folder, self._screen, self._specs = config, folder, screen, specs
+    def __init__(self, config: Config, folder: RunFolder, screen: Screen, specs: Sequence[ServiceSpec] | None = None,
+                 policy: RestartPolicy | None = None) -> None:
+        self._config, self._folder, self._screen = config, folder, screen
+        self._specs, self._policy = specs, policy
         self.picture = Picture(config.run.name, config.run.steps)
         self._started = time.monotonic()
         self._asked = asyncio.Event()
@@ -128,7 +131,7 @@ class LocalRun:
         collector = Collector(bus, self.picture, run_topology(config).consumers, metrics=self._folder.metrics, sink=sink,
                               on_change=lambda message: self._screen.see(message, self.picture))
         specs = self._specs if self._specs is not None else service_specs(config, self._folder, config.broker.url)
-        self._keeper = keeper = Keeper(specs, self._folder.logs, on_restart=publish)
+        self._keeper = keeper = Keeper(specs, self._folder.logs, self._policy, on_restart=publish)
         try:
             async with asyncio.TaskGroup() as tasks:
                 beside = [tasks.create_task(collector.run()), tasks.create_task(self._screen.draw(self.picture))]

@@ -204,7 +204,7 @@ async def _with_bus(url: str, body: Callable[[NatsBus], Awaitable[None]]) -> Non
     """Connect, do it, disconnect; a failure inside a group of tasks comes out as itself."""
     from driftline.messages.nats_bus import NatsBus
 
-    bus = await NatsBus.connect(url, name="driftline-cli")
+    bus = await NatsBus.connect(url, name="driftline-cli", connect_timeout_s=3.0)
     try:
         await body(bus)
     except* DriftlineError as errors:

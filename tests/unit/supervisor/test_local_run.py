@@ -18,11 +18,13 @@ from driftline.services.config import Config
 from driftline.services.supervisor.children import ServiceSpec
 from driftline.services.supervisor.folder import RunFolder
 from driftline.services.supervisor.local import Ending, LocalRun, service_specs
+from driftline.services.supervisor.restarts import RestartPolicy
 from driftline.services.watch.picture import Picture
 from driftline.services.watch.summary import KEYS
 
 SCRIPT = Path(__file__).with_name("scripted_child.py")
 WAIT_S = 120.0
+QUICK = RestartPolicy(budget=2, first_s=0.01, longest_s=0.02)
 
 
 class Notes:
@@ -103,11 +105,11 @@ async def test_a_service_that_cannot_be_kept_fails_the_run_with_its_log(tmp_path
     async with NatsServer(tmp_path / "nats") as server:
         config, folder = trial(tmp_path, server.url)
         notes = Notes()
-        ending = await go(LocalRun(config, folder, notes, specs(tmp_path, server.url, "rollout", "hopeless")))
+        ending = await go(LocalRun(config, folder, notes, specs(tmp_path, server.url, "rollout", "hopeless"), QUICK))
     assert ending is Ending.FAILED
     assert "hopeless: the disk is on fire" in notes.lines[-1]
     assert "hopeless: the disk is on fire" in folder.report.read_text()
-    assert json.loads(folder.summary.read_text())["restarts"] == 5
+    assert json.loads(folder.summary.read_text())["restarts"] == 2
     assert_gone(tmp_path)
 
 

@@ -1,0 +1,48 @@
+# make demo   sets up and trains a small policy with everything running here; the last line it prints is the run folder
+# make test   sets up, then ruff, mypy and the tests
+# make setup  only the environment
+#
+# The environment is .venv. One that already runs this checkout's driftline is used as it is. On a machine without a GPU the
+# CPU build of torch is a tenth of the download: TORCH_INDEX=https://download.pytorch.org/whl/cpu make demo
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+TORCH_INDEX ?=
+ARGS ?=
+
+BIN := .venv/bin
+STAMP := .venv/.driftline-ready
+
+.PHONY: demo test setup check clean
+
+demo: $(STAMP)
+	@$(BIN)/driftline run examples/demo.toml $(ARGS)
+
+test: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q $(ARGS)
+
+setup: $(STAMP)
+
+# What a usable environment can do. Run by hand it says what is missing.
+check:
+	@$(BIN)/python -c "import pathlib, driftline.cli, torch, nats, reasoning_gym, pytest, hypothesis, mypy, ruff; \
+	here = pathlib.Path.cwd().resolve(); assert here in pathlib.Path(driftline.__file__).resolve().parents, \
+	f'{driftline.__file__} is another checkout'"
+
+# torch goes first and pinned, so that an index or wheel folder with a CPU build of it is what satisfies the range later.
+$(STAMP): pyproject.toml
+	@if [ ! -e $(STAMP) ] && $(MAKE) -s check 2>/dev/null; then echo "using the environment in .venv"; else \
+	set -e; \
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Driftline needs Python 3.11 or newer: make PYTHON=python3.12")'; \
+	[ -x $(BIN)/python ] || $(PYTHON) -m venv .venv; \
+	echo "installing into .venv (once; a few minutes)"; \
+	$(BIN)/python -m pip install -q "$(TORCH)" $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) \
+	  || echo "no $(TORCH) for this Python: taking the newest in range"; \
+	$(BIN)/python -m pip install -q -e ".[dev]"; \
+	fi
+	@touch $(STAMP)
+
+clean:
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
