@@ -22,10 +22,10 @@ from driftline.messages.subjects import ConsumerSpec, Subjects, topology
 from driftline.messages.types import Graded, Trajectory
 from driftline.services.grader.pool import GraderPool
 from driftline.services.grader.wire import Failure, Verdict
-from driftline.services.runtime import Context, finished
+from driftline.services.runtime import finished
 from driftline.services.telemetry import Reporter
 
-__all__ = ["Counts", "GraderService", "build"]
+__all__ = ["Counts", "GraderService", "graded", "grader_consumer"]
 
 log = structlog.get_logger("grader")
 
@@ -226,18 +226,3 @@ def graded(trajectory: Trajectory, verdict: Verdict) -> Graded:
 
 def grader_consumer(run: str) -> ConsumerSpec:
     return next(consumer for consumer in topology(run).consumers if consumer.durable == "grader")
-
-
-def build(context: Context) -> GraderService:
-    """The grader of a run file."""
-    config = context.config
-    return GraderService(
-        context.bus,
-        config.run.name,
-        (config.tasks.source,),
-        workers=config.grader.workers,
-        deadline_s=config.grader.deadline_s,
-        memory_mb=config.grader.memory_mb,
-        max_in_flight=config.grader.max_in_flight,
-        reporter=context.reporter,
-    )
