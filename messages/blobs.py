@@ -98,25 +98,25 @@ async def get_blob(bus: Chunks, run: str, ref: BlobRef) -> bytes:
     """The blob's bytes. Raises IntegrityError if a chunk is missing or the digest does not match."""
     if not 0 <= ref.size <= MAX_BLOB_BYTES or ref.chunks != -(-ref.size // CHUNK_BYTES):
         raise IntegrityError("its size and chunks disagree", field="blob", value=ref)
-    whole = bytearray(ref.size)
+    parts: list[bytes] = [b""] * ref.chunks
     names, window = Subjects(run), asyncio.Semaphore(WINDOW)
 
     async def get(index: int) -> None:
         try:
             chunk = await bus.get_bytes(names.stream("BLOB"), names.blob(ref.digest, index))
-            start = index * CHUNK_BYTES
-            want = min(CHUNK_BYTES, ref.size - start)
+            want = min(CHUNK_BYTES, ref.size - index * CHUNK_BYTES)
             if chunk is None or len(chunk) != want:
                 found = "missing" if chunk is None else f"{len(chunk)} bytes, not {want}"
                 raise IntegrityError(f"chunk {index} of {ref.chunks} is {found}", field="blob", value=ref.digest)
-            whole[start : start + want] = chunk
+            parts[index] = chunk
         finally:
             window.release()
 
     await _windowed(window, get, ref.chunks)
-    if blob_digest(memoryview(whole)) != ref.digest:
+    whole = b"".join(parts)
+    if blob_digest(whole) != ref.digest:
         raise IntegrityError("its bytes have another digest", field="blob", value=ref.digest, remedy="publish it again")
-    return bytes(whole)
+    return whole
 
 
 async def has_blob(bus: Chunks, run: str, ref: BlobRef) -> bool:

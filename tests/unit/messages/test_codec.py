@@ -150,7 +150,7 @@ def test_a_schema_name_belongs_to_one_class() -> None:
 
 
 def pack(top: object, arrays: bytes = b"", **head: int) -> bytes:
-    packed = msgpack.packb(top, use_bin_type=True)
+    packed: bytes = msgpack.packb(top, use_bin_type=True)
     body = packed + (bytes(-len(packed) % 16) + arrays if arrays else b"")
     return HEAD.pack(b"DL", 1, 0, head.get("map_length", len(packed)), head.get("body_length", len(body))) + body
 

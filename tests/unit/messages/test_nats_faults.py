@@ -8,6 +8,7 @@ import signal
 import socket
 from collections.abc import AsyncIterator
 from contextlib import aclosing, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import nats
@@ -20,6 +21,7 @@ from driftline.messages import (
     BrokerUnavailable,
     ConfigError,
     Credentials,
+    Delivery,
     LeaseLost,
     NatsBus,
     NatsServer,
@@ -179,6 +181,7 @@ async def test_a_connection_that_reads_nothing_is_noticed_and_replaced(
     _, root = await declared(bus, "r")
     epoch = bus._connection.epoch
     reading = bus._connection.client._reading_task
+    assert reading is not None
     reading.cancel()
     await asyncio.wait({reading})
     assert bus._connection.client.is_connected  # the zombie: it looks alive
@@ -189,7 +192,8 @@ async def test_a_connection_that_reads_nothing_is_noticed_and_replaced(
 
 async def test_an_exception_in_the_client_callbacks_does_not_stop_reading(server: NatsServer, bus: NatsBus) -> None:
     _, root = await declared(bus, "r")
-    for error in (RuntimeError("x"), nats.errors.SlowConsumerError("a", "b", 1, None), ValueError()):
+    dropped = nats.errors.SlowConsumerError("a", "b", 1, None)  # type: ignore[arg-type]
+    for error in (RuntimeError("x"), dropped, ValueError()):
         await bus._connection._on_error(error)
     await bus.publish(f"{root}.work.a", group("r"), id="a")
 
@@ -218,6 +222,39 @@ async def test_following_survives_the_loss_of_its_consumer(server: NatsServer, b
     await follower.reaches(2)
     assert follower.seqs == [1, 2]
     await follower.stop()
+
+
+async def test_a_follower_notices_silence_and_goes_on_when_the_broker_does(
+    server: NatsServer, bus: NatsBus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("driftline.messages.nats_follow.SILENCE_S", 0.3)
+    monkeypatch.setattr("driftline.messages.nats_follow.HEARTBEAT_S", 0.1)
+    made, root = await declared(bus, "r")
+    follower = Follower(bus, made.stream("LOG"), f"{root}.log.>")
+    await bus.publish(f"{root}.log.a", note("r"), id="1")
+    await follower.reaches(1)
+    assert server.pid is not None
+    os.kill(server.pid, signal.SIGSTOP)
+    waiting = asyncio.create_task(bus.publish(f"{root}.log.a", note("r"), id="2"))
+    await asyncio.sleep(1.0)
+    os.kill(server.pid, signal.SIGCONT)
+    await waiting
+    await follower.reaches(2)
+    assert follower.seqs == [1, 2]
+    await follower.stop()
+
+
+async def test_a_retry_of_a_head_that_was_stored_unheard_has_won(
+    bus: NatsBus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even when the broker no longer knows the id: the last message says whose it is."""
+    made, root = await declared(bus, "r")
+    stream = replace(made.streams[1], duplicate_window_s=0.1)
+    await bus.declare(Topology("r", (stream,), ()))
+    first = await bus.publish(f"{root}.log.head", note("r"), id="h", expect_last=0)
+    await asyncio.sleep(0.5)
+    again = await bus.publish(f"{root}.log.head", note("r"), id="h", expect_last=0)
+    assert (again.seq, again.duplicate) == (first.seq, True)
 
 
 async def test_followers_leave_no_consumers_behind(server: NatsServer, bus: NatsBus) -> None:
@@ -340,7 +377,7 @@ async def test_a_storm_of_malformed_messages_raises_nothing(bus: NatsBus) -> Non
     for i in range(100):
         await bus.publish_bytes(f"{root}.work.a", b"junk %d" % i, id=str(i))
     await bus.publish(f"{root}.work.a", group("r"), id="good")
-    found = []
+    found: list[Delivery] = []
     while len(found) < 1:
         found += await bus.pull(made.consumers[0], batch=32, timeout_s=5)
     assert len(await dead_letters(bus, "r")) == 100
