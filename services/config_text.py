@@ -18,7 +18,7 @@ from pydantic_core import ErrorDetails
 
 __all__ = ["problems", "to_toml"]
 
-_BARE_KEY = re.compile(r"^[A-Za-z0-9_-]+$")
+_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def problems(error: ValidationError, model: type[BaseModel], origin: str) -> str:
@@ -138,4 +138,4 @@ def _quoted(text: str) -> str:
 
 def _key(key: object) -> str:
     text = str(key)
-    return text if _BARE_KEY.match(text) else _quoted(text)
+    return text if _BARE_KEY.fullmatch(text) else _quoted(text)

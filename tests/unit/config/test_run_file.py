@@ -8,7 +8,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from driftline.messages.errors import ConfigError
@@ -148,6 +148,7 @@ params = st.recursive(
 )
 
 
+@example({"0\n": [], "\x7f": "\x7f\U00010000", 'q"': {"a.b": 1e-8}})
 @given(st.dictionaries(st.text(st.characters(codec="utf-8"), min_size=1, max_size=8), params, max_size=4))
 def test_resolved_values_read_back_as_they_were(values: dict[str, object]) -> None:
     config = Config.model_validate({"tasks": {"params": values}})
