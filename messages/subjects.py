@@ -145,11 +145,11 @@ def topology(run: str, *, queue_bytes: int = 256 * MIB, blob_bytes: int = 4096 *
         stream("DEAD", (f"{r}.dead.>",), limits, old, queue_bytes),
     )
     consumers = (
-        ConsumerSpec(s.stream("GROUPS"), "rollout", f"{r}.groups", ack_wait_s=30, max_deliver=5, max_ack_pending=4096),
-        ConsumerSpec(s.stream("TRAJECTORIES"), "grader", f"{r}.trajectories.>", ack_wait_s=30, max_deliver=5,
+        ConsumerSpec(s.stream("GROUPS"), "rollout", f"{r}.groups", ack_wait_s=15, max_deliver=5, max_ack_pending=4096),
+        ConsumerSpec(s.stream("TRAJECTORIES"), "grader", f"{r}.trajectories.>", ack_wait_s=15, max_deliver=5,
                      max_ack_pending=4096),
         # The learner holds graded members until their batch is committed: leases are renewed, the count bounds memory.
-        ConsumerSpec(s.stream("GRADED"), "learner", f"{r}.graded.>", ack_wait_s=60, max_deliver=1000,
+        ConsumerSpec(s.stream("GRADED"), "learner", f"{r}.graded.>", ack_wait_s=20, max_deliver=1000,
                      max_ack_pending=65536),
     )
     return Topology(run, streams, consumers)

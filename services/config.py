@@ -76,6 +76,9 @@ class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
 
+Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:[0-9]+)?)$")]
+
+
 class RunConfig(_Section):
     """What the experiment is. `name` is the run's id in every subject, so it is also what a restart resumes."""
 
@@ -147,6 +150,7 @@ class RolloutConfig(_Section):
     max_batch: int = Field(default=64, ge=1)
     policy_update: PolicyUpdate = PolicyUpdate.IN_FLIGHT
     threads: int = Field(default=1, ge=1)
+    device: Device = "cpu"
 
 
 class GraderConfig(_Section):
@@ -173,7 +177,11 @@ class LearnerConfig(_Section):
     adv_std: bool = False
     micro_batch_groups: int = Field(default=4, ge=1)
     threads: int = Field(default=1, ge=1)
+    device: Device = "cpu"
     lora_rank: int = Field(default=0, ge=0)
+    lora_alpha: float | None = Field(default=None, gt=0)
+    lora_targets: str = r".*(proj|experts)$"
+    max_bad_steps: int = Field(default=8, ge=1)
     min_group_members: int = Field(default=2, ge=1)
 
     @model_validator(mode="after")
@@ -189,6 +197,7 @@ class EvaluatorConfig(_Section):
     every: int = Field(default=5, ge=0)
     samples: int = Field(default=2, ge=1)
     threads: int = Field(default=1, ge=1)
+    device: Device = "cpu"
 
 
 class PolicyStoreConfig(_Section):

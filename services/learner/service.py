@@ -1,0 +1,281 @@
+"""The learner service: forms batches, takes steps, commits versions. It alone writes outcomes, so a group can end only once.
+
+The commit, in this order: optimizer state on disk, policy bytes and manifest (which names the trajectories consumed), the head by compare-and-set, the outcomes,
+the acknowledgements. A learner that dies between any two resumes from the head: what the manifest names is ended as trained and never trained again, the
+rest is delivered again. A second learner on the same run loses the compare-and-set and stops (HeadConflict).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from contextlib import aclosing
+from pathlib import Path
+
+import structlog
+import torch
+
+from driftline.messages import Leases
+from driftline.messages.bus import Bus, Delivery
+from driftline.messages.errors import BrokerUnavailable, DriftlineError, HeadConflict
+from driftline.messages.subjects import Subjects
+from driftline.messages.types import Admitted, Graded, Outcome, OutcomeEvent, RunFinished
+from driftline.policy_store.blobs import BlobStore
+from driftline.policy_store.manifest import Manifest
+from driftline.policy_store.reader import PolicyReader
+from driftline.policy_store.writer import PolicyWriter
+from driftline.services.config import Config
+from driftline.services.learner.assembler import Arrival, Assembler, Batch
+from driftline.services.learner.optimizer_files import OptimizerFiles
+from driftline.services.learner.trainer import StepReport, Trainer
+from driftline.services.policy_model import build_model, policy_torch_dtype
+from driftline.services.publishing import publish_patiently
+from driftline.services.runtime import run_topology
+from driftline.services.telemetry import Reporter
+from driftline.services.tensors import from_host, to_host
+
+__all__ = ["LearnerService"]
+
+log = structlog.get_logger("learner")
+
+PULL_BATCH = 128
+PULL_S = 1.0
+# After RunFinished a dispatcher may still have one Admitted on the wire; what arrives in this time is cancelled too.
+LATE_ADMISSION_S = 1.0
+
+
+class LearnerService:
+    def __init__(
+        self, bus: Bus, blobs: BlobStore, config: Config, run_dir: Path, reporter: Reporter | None = None
+    ) -> None:
+        self._bus, self._config = bus, config
+        self._run = config.run.name
+        self._reporter = reporter or Reporter(bus, self._run, "learner")
+        self._subjects = Subjects(self._run)
+        self._ledger = self._subjects.stream("LEDGER")
+        self._consumer = next(c for c in run_topology(config).consumers if c.durable == "learner")
+        self._writer = PolicyWriter(bus, blobs, self._run, config.policy.full_every)
+        self._reader = PolicyReader(bus, blobs, self._run)
+        self._files = OptimizerFiles(run_dir / "learner")
+        self.assembler = Assembler(
+            run=self._run, groups_per_step=config.run.groups_per_step, max_lag=config.run.max_lag,
+            min_group_members=config.learner.min_group_members, started_at=time.time(),
+        )
+        self.head = -1
+        self._leases = Leases()
+        self._held: dict[str, list[Delivery]] = {}
+        self._changed = asyncio.Event()
+        self._seen = 0
+        self._started_at: float | None = None
+        self._bad_steps = 0
+
+    async def run(self) -> None:
+        """Train until `run.steps` versions exist or the time limit is over, then declare the run finished."""
+        trainer = await self._resume()
+        newest = await self._bus.last(self._ledger, self._subjects.ledger)
+        async with asyncio.TaskGroup() as tasks, self._leases:
+            helpers = [tasks.create_task(self._follow_ledger(), name="ledger")]
+            while self._seen < (newest.seq if newest else 0):
+                await self._wait(None)
+            await self._recover()
+            helpers += [
+                tasks.create_task(self._receive(), name="receive"),
+                tasks.create_task(self._forget_lost(), name="lost leases"),
+            ]
+            reason = await self._train(trainer)
+            await self._finish(reason)
+            for helper in helpers:
+                helper.cancel()
+
+    async def _resume(self) -> Trainer:
+        """The trainer at the newest head; version 0 is published here if there is none yet."""
+        learner = self._config.learner
+        model = await asyncio.to_thread(build_model, self._config, device=learner.device, threads=learner.threads)
+        trainer = Trainer(model, learner, dtype=policy_torch_dtype(self._config))
+        head = await self._writer.resume()
+        if head is None:
+            await self._publish(trainer, 0, ())
+            return trainer
+        self.head = head.version
+        await asyncio.to_thread(trainer.load_policy, from_host(await self._writer.base()))
+        found = await asyncio.to_thread(self._files.load, trainer, head.version, head.digest)
+        log.info("resumed", version=head.version, optimizer="restored" if found else "fresh",
+                 **({} if found else {"cause": f"no optimizer state for this version in {self._files.root}"}))
+        return trainer
+
+    async def _follow_ledger(self) -> None:
+        async with aclosing(self._bus.follow(self._ledger, self._subjects.ledger)) as events:  # type: ignore[type-var]
+            async for stored in events:
+                match stored.message:
+                    case Admitted() as admitted:
+                        self._started_at = admitted.at if self._started_at is None else self._started_at
+                        self.assembler.admit(admitted.group, admitted.at)
+                    case OutcomeEvent() as outcome:
+                        self.assembler.ended(outcome)
+                self._seen = stored.seq
+                self._changed.set()
+
+    async def _recover(self) -> None:
+        """Outcomes that a crash kept from being written: the head's manifest says what was trained."""
+        if self.head > 0:
+            manifest: Manifest = await self._reader.manifest(self.head)
+            await self._end(self.assembler.recover(manifest.consumed, self.head, now=time.time()))
+
+    async def _receive(self) -> None:
+        while True:
+            for delivery in await self._bus.pull(self._consumer, batch=PULL_BATCH, timeout_s=PULL_S):
+                await self._take(delivery)
+            self._changed.set()
+
+    async def _take(self, delivery: Delivery) -> None:
+        graded = delivery.message
+        if not isinstance(graded, Graded):
+            await delivery.dead_letter(f"expected a graded trajectory, got {type(graded).__name__}")
+            return
+        match self.assembler.arrive(graded):
+            case Arrival.ACCEPTED | Arrival.DUPLICATE:
+                # A duplicate may be the held message again: it is acknowledged with the first, when the group has ended.
+                self._leases.add(delivery)
+                self._held.setdefault(graded.trajectory.group, []).append(delivery)
+            case Arrival.ALREADY_ENDED:
+                await self._acknowledge([delivery])
+            case Arrival.UNKNOWN:
+                await delivery.dead_letter("contradicts the group it names, or is of another run")
+
+    async def _forget_lost(self) -> None:
+        """A delivery whose lease lapsed comes again and is held then; the member itself stays in the assembler."""
+        while True:
+            lost = set(await self._leases.take_lost())
+            for name, deliveries in list(self._held.items()):
+                self._held[name] = [d for d in deliveries if d not in lost]
+
+    async def _wait(self, timeout_s: float | None) -> None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
+        except TimeoutError:
+            return
+        self._changed.clear()
+
+    async def _train(self, trainer: Trainer) -> str:
+        waiting_since = time.monotonic()
+        while self.head < self._config.run.steps:
+            now = time.time()
+            if self._out_of_time(now):
+                return f"time limit of {self._config.run.time_limit_s:g} s reached"
+            await self._end([*self.assembler.sweep(self.head, now=now), *self.assembler.expire(now, head=self.head)])
+            batch = self.assembler.next_batch(self.head)
+            if batch is None:
+                await self._wait(self._patience(time.time()))
+                continue
+            waited = time.monotonic() - waiting_since
+            await self._step(trainer, batch, waited)
+            waiting_since = time.monotonic()
+        return f"{self._config.run.steps} versions produced"
+
+    def _patience(self, now: float) -> float | None:
+        """How long nothing but an arrival can matter: until the next deadline or the end of the run's time."""
+        ends = [self.assembler.next_deadline()]
+        if self._config.run.time_limit_s and self._started_at is not None:
+            ends.append(self._started_at + self._config.run.time_limit_s)
+        due = [end for end in ends if end is not None]
+        return max(0.0, min(due) - now) + 0.001 if due else None
+
+    def _out_of_time(self, now: float) -> bool:
+        limit = self._config.run.time_limit_s
+        return bool(limit) and self._started_at is not None and now >= self._started_at + limit
+
+    async def _step(self, trainer: Trainer, batch: Batch, waited: float) -> None:
+        began = time.monotonic()
+        skipped = trainer.skipped
+        report = await asyncio.to_thread(trainer.step, batch)
+        if trainer.skipped > skipped:
+            await self._refuse(batch, report)
+            return
+        self._bad_steps = 0
+        version = batch.head + 1
+        manifest, publish_s = await self._publish(trainer, version, batch.consumed)
+        await self._end(self.assembler.commit(batch, version, now=time.time()))
+        await self._measure(report, manifest, version, waited, time.monotonic() - began, publish_s)
+
+    async def _refuse(self, batch: Batch, report: StepReport) -> None:
+        """A gradient that is not finite changed nothing; its groups end as failed, so that they are not tried for ever."""
+        self._bad_steps += 1
+        log.error("step refused: the gradient is not finite", head=batch.head, groups=batch.group_ids, in_a_row=self._bad_steps)
+        self.assembler.release(batch)
+        events = [
+            OutcomeEvent(run=self._run, group=name, outcome=Outcome.FAILED, reason="the step's gradient was not finite",
+                         version=batch.head + 1, members=0, at=time.time())
+            for name in batch.group_ids
+        ]
+        for event in events:
+            self.assembler.ended(event)
+        await self._end(events)
+        if self._bad_steps >= self._config.learner.max_bad_steps:
+            raise DriftlineError(f"{self._bad_steps} steps in a row had a gradient that is not finite", field="grad_norm",
+                                 value=report.values.get("grad_norm"), remedy="lower learner.lr, or inspect the rewards")
+
+    async def _publish(self, trainer: Trainer, version: int, consumed: Sequence[str]) -> tuple[Manifest, float]:
+        """Optimizer, bytes, manifest, head: durable in that order."""
+        began = time.monotonic()
+        state = to_host(await asyncio.to_thread(trainer.state))
+        await asyncio.to_thread(self._files.save, trainer, version, state)
+        manifest = await self._writer.publish(
+            state, version=version, learner_step=version, consumed=consumed, numerics=self._numerics()
+        )
+        self.head = version
+        await asyncio.to_thread(self._files.keep_newest, 2)
+        return manifest, time.monotonic() - began
+
+    def _numerics(self) -> dict[str, str]:
+        learner = self._config.learner
+        return {"device": learner.device, "compute": "float32", "policy": self._config.policy.dtype, "torch": torch.__version__,
+                "threads": str(learner.threads), "router_replay": str(learner.router_replay).lower()}
+
+    async def _end(self, events: Sequence[OutcomeEvent]) -> None:
+        """Write outcomes, then acknowledge what their groups held. Safe to repeat: the ledger keeps the first."""
+        for event in events:
+            try:
+                await publish_patiently(
+                    self._bus, self._subjects.outcome(event.group), event, id=f"{self._run}/outcome/{event.group}",
+                    wait_s=self._config.dispatcher.full_wait_s, expect_last=0,
+                )
+            except HeadConflict:
+                log.info("outcome already in the ledger", group=event.group)
+            await self._acknowledge(self._held.pop(event.group, []))
+
+    async def _acknowledge(self, deliveries: Sequence[Delivery]) -> None:
+        async def one(delivery: Delivery) -> None:
+            self._leases.discard(delivery)
+            try:
+                await delivery.ack()
+            except BrokerUnavailable as error:  # delivered again, and dropped then: its group has ended
+                log.warning("member not acknowledged", subject=delivery.subject, cause=str(error))
+
+        async with asyncio.TaskGroup() as tasks:
+            for delivery in deliveries:
+                tasks.create_task(one(delivery))
+
+    async def _measure(
+        self, report: StepReport, manifest: Manifest, version: int, waited: float, step_s: float, publish_s: float
+    ) -> None:
+        sizes = {"publish_bytes": float(manifest.delta.nbytes if manifest.delta else manifest.nbytes), "policy_bytes": float(manifest.nbytes)}
+        values = {**report.values, **sizes, "wait_s": waited, "step_s": step_s, "publish_s": publish_s, "version": float(version),
+                  "ready_groups": float(self.assembler.ready_groups), "held_bytes": float(self.assembler.held_bytes)}
+        log.info("version published", version=version, reward=round(report.values["reward_train"], 4),
+                 lag_max=report.values["lag_max"], k3_lag0=report.values.get("k3_lag0"), step_s=round(step_s, 3), wait_s=round(waited, 3))
+        await self._reporter.report(values, {"lag_histogram": report.lag_histogram}, step=version)
+
+    async def _finish(self, reason: str) -> None:
+        """Tell everyone first, so that nothing new is admitted, then end what is still open."""
+        message = RunFinished(run=self._run, version=self.head, reason=reason, at=time.time())
+        await self._bus.publish(self._subjects.finished, message, id=f"{self._run}/finished/{self.head}")
+        log.info("run finished", version=self.head, reason=reason)
+        until = time.monotonic() + LATE_ADMISSION_S
+        while True:
+            await self._end(self.assembler.cancel_all(reason, now=time.time(), head=self.head))
+            left = until - time.monotonic()
+            if left <= 0:
+                return
+            await self._wait(left)

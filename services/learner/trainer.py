@@ -1,0 +1,252 @@
+"""The trainer: one optimizer step from one batch, and the policy that comes out of it.
+
+Guarantees: the forward computes with exactly the weights that are published (fp32 masters are rounded to the policy's dtype once, after the step); a batch's
+loss and gradient do not depend on how it is cut into micro-batches; a prompt shared by a group is computed once. A step whose gradient is not finite changes
+nothing and is counted.
+
+Shapes: G groups in a micro-batch, M members of them, P the longest prompt, R the longest completion, N action tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+from driftline.messages.types import Trajectory
+from driftline.models.logprob import token_logprobs
+from driftline.models.model import K3ForCausalLM
+from driftline.models.state import export_state, load_state, policy_dtype, round_to_policy_
+from driftline.models.tokenizer import ByteTokenizer
+from driftline.services.config import LearnerConfig, Proximal
+from driftline.services.learner.advantage import Estimator, group_advantages
+from driftline.services.learner.assembler import Batch, BatchGroup
+from driftline.services.learner.correction import CorrectionConfig, correct
+from driftline.services.learner.drift_metrics import drift_by_lag, lags
+from driftline.services.learner.objective import Denominators, ObjectiveConfig, Tally, loss
+
+__all__ = ["StepReport", "Trainer"]
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """Numbers of one step, under the names that metrics and the summary use."""
+
+    values: Mapping[str, float]
+    lag_histogram: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class _Flat:
+    """Action tokens of a micro-batch, [N] each; `sequence` numbers members within the whole batch."""
+
+    logp: torch.Tensor
+    entropy: torch.Tensor
+    behave: torch.Tensor
+    sequence: torch.Tensor
+    versions: np.ndarray
+
+
+class Trainer:
+    def __init__(self, model: K3ForCausalLM, config: LearnerConfig, *, dtype: torch.dtype = torch.bfloat16) -> None:
+        self.model, self.config, self.dtype = model, config, dtype
+        self.device = next(model.parameters()).device
+        self.names = [n for n, p in model.named_parameters() if p.requires_grad]
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.masters = [p.detach().float().clone() for p in self.parameters]
+        round_to_policy_(model, dtype)
+        self.optimizer = torch.optim.AdamW(
+            self.masters, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, foreach=True
+        )
+        self.objective = ObjectiveConfig(
+            name=config.objective, eps_low=config.eps_low, eps_high=config.eps_high, dual_clip=config.dual_clip
+        )
+        self.skipped = 0
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """The policy as it is published: named CPU tensors in policy dtypes."""
+        return export_state(self.model, self.dtype)
+
+    def load_policy(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Continue from a published policy: model and masters take its values, the optimizer starts fresh."""
+        load_state(self.model, state)
+        with torch.no_grad():
+            for master, parameter in zip(self.masters, self.parameters, strict=True):
+                master.copy_(parameter)
+        self.optimizer.state.clear()
+
+    def step(self, batch: Batch) -> StepReport:
+        """One optimizer step. `batch.head` is the version whose weights the model holds."""
+        started = time.perf_counter()
+        advantages, rewards = self._advantages(batch)
+        masks = [t.action_mask for t in batch.trajectories]
+        denominators = Denominators(len(masks), int(sum(m.sum() for m in masks)))
+        for parameter in self.parameters:
+            parameter.grad = None
+        tally: Tally | None = None
+        total, parts = 0.0, []
+        first = 0
+        for start in range(0, len(batch.groups), self.config.micro_batch_groups):
+            groups = batch.groups[start : start + self.config.micro_batch_groups]
+            flat = self._forward(groups, first)
+            first += sum(len(g.members) for g in groups)
+            prox, keep, weight = self._correct(flat)
+            # Sequences are numbered over the whole batch, so every micro-batch sees all advantages; absent ones contribute zero.
+            out = loss(
+                self.objective, logp_new=flat.logp, logp_prox=prox, mask=torch.ones_like(keep), advantages=advantages,
+                denominators=denominators, token_keep=keep, token_weight=weight, seq_id=flat.sequence,
+            )
+            out.loss.backward()  # type: ignore[no-untyped-call]
+            total += float(out.loss.detach())
+            tally = out.tally if tally is None else tally + out.tally
+            parts.append(flat)
+        assert tally is not None
+        # A token-level objective clamps a -inf away, so only the count shows it.
+        norm = self._update() if tally.metrics()["new_non_finite"] == 0 else self._refuse()
+        return self._report(batch, parts, tally, rewards, total, norm, time.perf_counter() - started)
+
+    def _advantages(self, batch: Batch) -> tuple[torch.Tensor, list[float]]:
+        estimator = Estimator.STD if self.config.adv_std else Estimator.MEAN
+        values: list[float] = []
+        rewards: list[float] = []
+        for group in batch.groups:
+            values += group_advantages(group.rewards, estimator).advantages
+            rewards += group.rewards
+        return torch.tensor(values, dtype=torch.float32, device=self.device), rewards
+
+    def _forward(self, groups: Sequence[BatchGroup], first: int) -> _Flat:
+        """Log-probabilities of the action tokens: prompts once, their caches forked to the members, completions after them."""
+        pad = ByteTokenizer.pad
+        members: list[Trajectory] = []
+        prompts: list[np.ndarray] = []
+        owner: list[int] = []
+        for i, group in enumerate(groups):
+            shared = group.members[0].trajectory
+            prompts.append(shared.tokens[: shared.prompt_tokens - 1])
+            for graded in group.members:
+                members.append(graded.trajectory)
+                owner.append(i)
+        # The last prompt token starts every completion, so one pass over it yields the first sampled token's logits.
+        inputs = [t.tokens[t.prompt_tokens - 1 : -1] for t in members]
+        prompt_tokens, prompt_lengths = self._pad(prompts, pad)
+        tokens, lengths = self._pad(inputs, pad)
+        cache = self.model(prompt_tokens, lengths=prompt_lengths).cache if prompt_tokens.shape[1] else None
+        if cache is not None:
+            cache = cache.take(torch.tensor(owner, device=self.device))
+        replay = self._replay(members, tokens.shape[1]) if self.config.router_replay else None
+        out = self.model(tokens, lengths=lengths, cache=cache, replay=replay)
+        mask = np.zeros(tuple(tokens.shape), dtype=bool)
+        for i, t in enumerate(members):
+            mask[i, : len(inputs[i])] = t.action_mask[t.prompt_tokens :]
+        at = torch.from_numpy(mask).to(self.device)
+        targets, _ = self._pad([t.tokens[t.prompt_tokens :] for t in members], pad)
+        temperature = torch.tensor([t.temperature for t in members], device=self.device)
+        row = torch.arange(len(members), device=self.device)[:, None].expand_as(at)[at]
+        logp, entropy = token_logprobs(self.model.logits(out.hidden[at]), targets[at], temperature[row])
+        behave = np.concatenate([t.logprobs[t.action_mask] for t in members])
+        versions = np.concatenate([t.versions[t.action_mask] for t in members])
+        return _Flat(logp, entropy, torch.from_numpy(behave).to(self.device), row + first, versions)
+
+    def _pad(self, rows: Sequence[np.ndarray], fill: int) -> tuple[torch.Tensor, torch.Tensor]:
+        width = max(len(r) for r in rows)
+        out = np.full((len(rows), width), fill, dtype=np.int64)
+        for i, r in enumerate(rows):
+            out[i, : len(r)] = r
+        lengths = torch.tensor([len(r) for r in rows], device=self.device)
+        return torch.from_numpy(out).to(self.device), lengths
+
+    def _replay(self, members: Sequence[Trajectory], width: int) -> torch.Tensor | None:
+        """Recorded expert ids of the completion inputs [M, R, layers, k]; None when a member has none."""
+        if any(t.routes is None for t in members):
+            return None
+        tables = [t.routes[t.prompt_tokens - 1 : -1] for t in members if t.routes is not None]
+        out = np.zeros((len(tables), width, *tables[0].shape[1:]), dtype=np.int64)
+        # Padding replays k distinct experts: its output is never read, but gates must stay finite.
+        out[:] = np.arange(out.shape[-1])
+        for i, table in enumerate(tables):
+            out[i, : len(table)] = table
+        return torch.from_numpy(out).to(self.device)
+
+    def _correct(self, flat: _Flat) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """(proximal log-probabilities, tokens kept in the loss, token weights)."""
+        everywhere = torch.ones_like(flat.logp, dtype=torch.bool)
+        decoupled = self.config.proximal is Proximal.RECOMPUTE
+        rule = CorrectionConfig(tis_cap=self.config.tis_cap if decoupled else None, icepop=self.config.icepop, weigh=decoupled)
+        fixed = correct(rule, logp_prox=flat.logp.detach(), logp_behave=flat.behave, mask=everywhere)
+        # One optimizer step per batch: the proximal policy of a recomputing learner is the current one.
+        return (flat.logp.detach() if decoupled else flat.behave), fixed.keep, fixed.weight
+
+    def _update(self) -> float:
+        """Clip, step the masters, round into the model. Returns the gradient norm before clipping."""
+        for master, parameter in zip(self.masters, self.parameters, strict=True):
+            master.grad = torch.zeros_like(master) if parameter.grad is None else parameter.grad.float()
+        norm = float(torch.nn.utils.clip_grad_norm_(self.masters, self.config.grad_clip))
+        if not np.isfinite(norm):
+            self._refuse()
+            return norm
+        self.optimizer.step()
+        with torch.no_grad():
+            for name, master, parameter in zip(self.names, self.masters, self.parameters, strict=True):
+                parameter.copy_(master.to(policy_dtype(name, self.dtype)))
+        return norm
+
+    def _refuse(self) -> float:
+        self.skipped += 1
+        return float("nan")
+
+    def _report(
+        self, batch: Batch, parts: Sequence[_Flat], tally: Tally, rewards: Sequence[float], total: float, norm: float, wall: float
+    ) -> StepReport:
+        learner = np.concatenate([p.logp.detach().cpu().numpy() for p in parts])
+        behave = np.concatenate([p.behave.cpu().numpy() for p in parts])
+        versions = np.concatenate([p.versions for p in parts])
+        sequence = np.concatenate([p.sequence.cpu().numpy() for p in parts])
+        mask = np.ones(len(learner), dtype=bool)
+        report = drift_by_lag(learner, behave, mask, versions, batch.head)
+        ages = lags(mask, versions, sequence, batch.head)
+        counts = tally.metrics()
+        values = {
+            "reward_train": float(np.mean(rewards)), "loss": total, "grad_norm": norm, "skipped": float(self.skipped),
+            "entropy": float(torch.cat([p.entropy for p in parts]).mean()), "k3": report.all.k3, "extreme": report.all.extreme,
+            "ess": counts["ess"], "clip_fraction": counts["clip"], "clip_high": counts["clip_high"], "clip_low": counts["clip_low"],
+            "dual_clip": counts["dual_clip"], "masked": counts["masked"], "ratio_mean": counts["ratio_mean"],
+            "lag_max": float(ages.oldest_max), "lag_mean": ages.token_mean, "tokens_trained": float(len(learner)),
+            "sequences_trained": float(len(rewards)), "groups_trained": float(len(batch.groups)),
+            "length_mean": counts["length_mean"], "train_s": wall,
+        }
+        if report.numerics is not None:
+            values |= {
+                "k3_lag0": report.numerics.k3, "bitwise_equal": report.numerics.bitwise_equal, "tokens_lag0": float(report.numerics.tokens),
+                "max_abs_lag0": report.numerics.max_abs,
+            }
+        histogram = tuple(float(ages.oldest.get(lag, 0)) for lag in range(max(ages.oldest, default=0) + 1))
+        return StepReport(values, histogram)
+
+    def save_optimizer(self, path: Path) -> None:
+        """Masters and AdamW moments; the file appears whole or not at all."""
+        tensors = {f"master/{n}": m for n, m in zip(self.names, self.masters, strict=True)}
+        for name, master in zip(self.names, self.masters, strict=True):
+            for key, value in self.optimizer.state.get(master, {}).items():
+                tensors[f"{key}/{name}"] = value.detach().clone()
+        partial = path.with_suffix(".partial")
+        save_file(tensors, partial)
+        partial.replace(path)
+
+    def load_optimizer(self, path: Path) -> None:
+        """Restore what `save_optimizer` wrote; the model's weights become the rounded masters."""
+        tensors = load_file(path)
+        state: dict[torch.Tensor, dict[str, Any]] = {}
+        with torch.no_grad():
+            for name, master, parameter in zip(self.names, self.masters, self.parameters, strict=True):
+                master.copy_(tensors[f"master/{name}"])
+                parameter.copy_(master.to(policy_dtype(name, self.dtype)))
+                moments = {k: tensors[f"{k}/{name}"] for k in ("step", "exp_avg", "exp_avg_sq") if f"{k}/{name}" in tensors}
+                if moments:
+                    state[master] = moments
+        self.optimizer.state.update(state)

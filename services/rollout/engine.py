@@ -1,0 +1,219 @@
+"""The engine: continuous batching on one model, a version stamp on every token, weights replaced between decode steps.
+
+Guarantees: a token's version is that of the weights that made its logits; a member's tokens depend on (weights, group, member) and not on what else is in
+the batch; members of a group share one prefill of their prompt. No I/O and no clock of its own: `submit` work, `step`, take what finished.
+
+A new version meets running rows in one of three ways: IN_FLIGHT goes on with the rows' caches (their stamps say which version made which token), INTERRUPT
+recomputes the caches under the new weights, DRAIN is the caller's: it loads only when `active` is zero.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from driftline.messages.types import Finish, Group, Trajectory
+from driftline.models.cache import Cache
+from driftline.models.model import K3ForCausalLM
+from driftline.models.state import load_state
+from driftline.models.tokenizer import ByteTokenizer
+from driftline.services.rollout.randomness import member_key, uniforms
+from driftline.services.rollout.sampler import greedy, sample
+
+__all__ = ["Engine"]
+
+
+@dataclass
+class _Row:
+    """One member being sampled."""
+
+    group: Group
+    member: int
+    key: int
+    prompt: list[int]
+    started_at: float
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    routes: list[np.ndarray] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    group: Group
+    members: tuple[int, ...]
+
+
+class Engine:
+    """Sample groups with `model`. `max_batch` bounds the rows decoded together; a whole group enters at once."""
+
+    def __init__(
+        self, model: K3ForCausalLM, *, version: int, max_batch: int = 64, name: str = "engine", greedy_decoding: bool = False,
+        record_routes: bool = False,
+    ) -> None:
+        self.model = model.eval()
+        self.version, self.max_batch, self.name = version, max_batch, name
+        self.greedy_decoding, self.record_routes = greedy_decoding, record_routes
+        self.tokenizer = ByteTokenizer()
+        self.device = next(model.parameters()).device
+        self.tokens_sampled = 0
+        self.prompt_tokens = 0
+        self._waiting: deque[_Waiting] = deque()
+        self._rows: list[_Row] = []
+        self._cache: Cache | None = None
+
+    @property
+    def active(self) -> int:
+        return len(self._rows)
+
+    @property
+    def waiting(self) -> int:
+        return sum(len(w.members) for w in self._waiting)
+
+    @property
+    def idle(self) -> bool:
+        return not self._rows and not self._waiting
+
+    def submit(self, group: Group, members: Sequence[int] | None = None) -> None:
+        """Queue the given members of a group (None: all of them)."""
+        wanted = tuple(range(group.members)) if members is None else tuple(members)
+        if wanted:
+            self._waiting.append(_Waiting(group, wanted))
+
+    def cancel(self, group: str) -> int:
+        """Forget a group's members, running or waiting; returns how many there were."""
+        before = self.active + self.waiting
+        self._waiting = deque(w for w in self._waiting if w.group.group != group)
+        self._keep([i for i, row in enumerate(self._rows) if row.group.group != group])
+        return before - self.active - self.waiting
+
+    @torch.inference_mode()
+    def load(self, version: int, state: Mapping[str, torch.Tensor], *, recompute: bool = False) -> None:
+        """Replace the weights between steps. `recompute` rebuilds running rows' caches under them (INTERRUPT)."""
+        load_state(self.model, state)
+        self.version = version
+        if recompute and self._rows:
+            histories = [row.prompt + row.tokens[:-1] for row in self._rows]
+            self._cache = self._prefill(histories)[0]
+
+    @torch.inference_mode()
+    def step(self) -> list[Trajectory]:
+        """Admit waiting groups that fit, advance every running row by one token, return the members that finished."""
+        if self._rows:
+            self._decode()
+        self._admit()
+        return self._collect()
+
+    def _admit(self) -> None:
+        entering: list[_Waiting] = []
+        room = self.max_batch - len(self._rows)
+        while self._waiting and (len(self._waiting[0].members) <= room or (not self._rows and not entering)):
+            entering.append(self._waiting.popleft())
+            room -= len(entering[-1].members)
+        if not entering:
+            return
+        prompts = [self.tokenizer.encode_prompt(w.group.task.prompt) for w in entering]
+        now = time.time()
+        cache, logits, routes = self._prefill(prompts)
+        index = torch.tensor([i for i, w in enumerate(entering) for _ in w.members], device=self.device)
+        rows = [
+            _Row(w.group, m, member_key(w.group.seed, w.group.group, m), prompts[i], now, routes=list(routes[i]))
+            for i, w in enumerate(entering) for m in w.members
+        ]
+        self._append(rows, logits.index_select(0, index))
+        fresh = cache.take(index)
+        self._cache = fresh if self._cache is None else Cache.cat([self._cache, fresh])
+        self._rows += rows
+
+    def _prefill(self, prompts: list[list[int]]) -> tuple[Cache, torch.Tensor, list[list[np.ndarray]]]:
+        """Caches after the prompts, logits [N, V] of their last positions, recorded routes per prompt token."""
+        lengths = torch.tensor([len(p) for p in prompts], device=self.device)
+        width = int(lengths.max())
+        tokens = torch.tensor([p + [self.tokenizer.pad] * (width - len(p)) for p in prompts], device=self.device)
+        ragged = bool((lengths != width).any())
+        out = self.model(tokens, lengths=lengths if ragged else None)
+        last = out.hidden[torch.arange(len(prompts), device=self.device), lengths - 1]
+        self.prompt_tokens += int(lengths.sum())
+        routes: list[list[np.ndarray]] = [[] for _ in prompts]
+        if self.record_routes:
+            table = out.routes.to(torch.int16).cpu().numpy()
+            routes = [list(table[i, : len(p)]) for i, p in enumerate(prompts)]
+        return out.cache, self.model.logits(last), routes
+
+    def _decode(self) -> None:
+        assert self._cache is not None
+        last = torch.tensor([row.tokens[-1] for row in self._rows], device=self.device)
+        out = self.model(last[:, None], cache=self._cache)
+        self._cache = out.cache
+        if self.record_routes:
+            table = out.routes[:, 0].to(torch.int16).cpu().numpy()
+            for row, ids in zip(self._rows, table, strict=True):
+                row.routes.append(ids)
+        self._append(self._rows, self.model.logits(out.hidden[:, 0]))
+
+    def _append(self, rows: list[_Row], logits: torch.Tensor) -> None:
+        temperature = torch.tensor([row.group.sampling.temperature for row in rows], device=self.device)
+        if self.greedy_decoding:
+            tokens = greedy(logits)
+            logprobs = torch.log_softmax(logits.float() / temperature[:, None], -1).gather(-1, tokens[:, None]).squeeze(-1)
+        else:
+            keys = np.array([row.key for row in rows], dtype=np.uint64)
+            positions = np.array([len(row.tokens) for row in rows])
+            tokens, logprobs = sample(logits, temperature, uniforms(keys, positions))
+        for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
+            row.tokens.append(token)
+            row.logprobs.append(logprob)
+            row.versions.append(self.version)
+        self.tokens_sampled += len(rows)
+
+    def _finish(self, row: _Row) -> Finish | None:
+        if row.tokens[-1] == self.tokenizer.eos:
+            return Finish.STOP
+        return Finish.LENGTH if len(row.tokens) >= row.group.sampling.max_tokens else None
+
+    def _collect(self) -> list[Trajectory]:
+        done, keep = [], []
+        for i, row in enumerate(self._rows):
+            finish = self._finish(row)
+            if finish is None:
+                keep.append(i)
+            else:
+                done.append(self._trajectory(row, finish))
+        if done:
+            self._keep(keep)
+        return done
+
+    def _keep(self, rows: list[int]) -> None:
+        if len(rows) == len(self._rows):
+            return
+        self._rows = [self._rows[i] for i in rows]
+        if not rows:
+            self._cache = None
+        elif self._cache is not None:
+            self._cache = self._cache.take(torch.tensor(rows, device=self.device)).compact()
+
+    def _trajectory(self, row: _Row, finish: Finish) -> Trajectory:
+        prompt, sampled = len(row.prompt), len(row.tokens)
+        total = prompt + sampled
+        mask = np.zeros(total, dtype=bool)
+        mask[prompt:] = True
+        logprobs = np.zeros(total, dtype="<f4")
+        logprobs[prompt:] = row.logprobs
+        versions = np.full(total, -1, dtype="<i4")
+        versions[prompt:] = row.versions
+        routes = None
+        if self.record_routes:
+            # The last token was sampled and never fed back: it has no route, and -1 says so.
+            table = np.stack(row.routes).astype("<i2")
+            routes = np.concatenate([table, np.full((total - len(table), *table.shape[1:]), -1, dtype="<i2")])
+        return Trajectory(
+            run=row.group.run, group=row.group.group, member=row.member, members=row.group.members, index=row.group.index,
+            task=row.group.task, prompt_tokens=prompt, tokens=np.array(row.prompt + row.tokens, dtype="<i4"), action_mask=mask,
+            logprobs=logprobs, versions=versions, routes=routes, text=self.tokenizer.decode(row.tokens), finish=finish,
+            temperature=row.group.sampling.temperature, engine=self.name, started_at=row.started_at, finished_at=time.time(),
+        )
