@@ -182,6 +182,7 @@ class LearnerConfig(_Section):
     lora_alpha: float | None = Field(default=None, gt=0)
     lora_targets: str = r".*(proj|experts)$"
     max_bad_steps: int = Field(default=8, ge=1)
+    probe_members: int = Field(default=32, ge=0)
     min_group_members: int = Field(default=2, ge=1)
 
     @model_validator(mode="after")

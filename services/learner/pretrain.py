@@ -43,6 +43,7 @@ class Train(BaseModel):
     examples: int = Field(default=400_000, ge=1)
     max_tokens: int = Field(default=128, ge=8)
     steps: int = Field(default=1000, ge=1)
+    stop_after: int = Field(default=0, ge=0)
     batch: int = Field(default=1024, ge=1)
     lr: float = Field(default=3e-3, gt=0)
     warmup: int = Field(default=100, ge=0)
@@ -52,7 +53,10 @@ class Train(BaseModel):
 
 
 class PretrainConfig(BaseModel):
-    """`[model]` overrides of the tiny preset, `[train]`, and `[[mixture]]` parts."""
+    """`[model]` overrides of the tiny preset, `[train]`, and `[[mixture]]` parts.
+
+    `train.steps` is the length of the learning-rate schedule; `train.stop_after` (0: all of it) ends it early, for a policy that still explores.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -117,8 +121,9 @@ def pretrain(config: PretrainConfig, out: Path, *, corpus: Corpus | None = None,
         {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=train.lr, betas=(0.9, 0.98))
+    last = min(train.steps, train.stop_after or train.steps)
     started, curve = time.monotonic(), []
-    for step, batch in zip(range(1, train.steps + 1), _batches(corpus, train.batch, train.seed, torch.device(device)), strict=False):
+    for step, batch in zip(range(1, last + 1), _batches(corpus, train.batch, train.seed, torch.device(device)), strict=False):
         warm = min(1.0, step / max(1, train.warmup))
         for group in optimizer.param_groups:
             group["lr"] = train.lr * warm * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / train.steps)))
@@ -127,10 +132,10 @@ def pretrain(config: PretrainConfig, out: Path, *, corpus: Corpus | None = None,
         value.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(trained, train.grad_clip)
         optimizer.step()
-        if step % 50 == 0 or step == train.steps:
+        if step % 50 == 0 or step == last:
             curve.append({"step": step, "loss": round(value.item(), 4), "wall_s": round(time.monotonic() - started, 1)})
             print(json.dumps(curve[-1]), file=sys.stderr, flush=True)
-        if save_every and step % save_every == 0 and step < train.steps:
+        if save_every and step % save_every == 0 and step < last:
             save_checkpoint(model, out / f"step-{step}")
     save_checkpoint(model, out)
     summary = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
 
@@ -27,7 +27,9 @@ from driftline.policy_store.reader import PolicyReader
 from driftline.policy_store.writer import PolicyWriter
 from driftline.services.config import Config
 from driftline.services.learner.assembler import Arrival, Assembler, Batch
+from driftline.services.learner.drift_metrics import Drift
 from driftline.services.learner.optimizer_files import OptimizerFiles
+from driftline.services.learner.probe import NumericsProbe
 from driftline.services.learner.trainer import StepReport, Trainer
 from driftline.services.policy_model import build_model, policy_torch_dtype
 from driftline.services.publishing import publish_patiently
@@ -69,6 +71,7 @@ class LearnerService:
         self._seen = 0
         self._started_at: float | None = None
         self._bad_steps = 0
+        self._probe: NumericsProbe | None = None
 
     async def run(self) -> None:
         """Train until `run.steps` versions exist or the time limit is over, then declare the run finished."""
@@ -93,16 +96,24 @@ class LearnerService:
         learner = self._config.learner
         model = await asyncio.to_thread(build_model, self._config, device=learner.device, threads=learner.threads)
         trainer = Trainer(model, learner, dtype=policy_torch_dtype(self._config))
+        if learner.probe_members:
+            self._probe = NumericsProbe(model, members=learner.probe_members, keep=self._config.run.max_lag + 1, replay=learner.router_replay)
         head = await self._writer.resume()
         if head is None:
             await self._publish(trainer, 0, ())
             return trainer
         self.head = head.version
-        await asyncio.to_thread(trainer.load_policy, from_host(await self._writer.base()))
+        tensors = from_host(await self._writer.base())
+        await asyncio.to_thread(trainer.load_policy, tensors)
+        self._remember(head.version, tensors)
         found = await asyncio.to_thread(self._files.load, trainer, head.version, head.digest)
         log.info("resumed", version=head.version, optimizer="restored" if found else "fresh",
                  **({} if found else {"cause": f"no optimizer state for this version in {self._files.root}"}))
         return trainer
+
+    def _remember(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        if self._probe is not None:
+            self._probe.remember(version, tensors)
 
     async def _follow_ledger(self) -> None:
         async with aclosing(self._bus.follow(self._ledger, self._subjects.ledger)) as events:  # type: ignore[type-var]
@@ -189,6 +200,7 @@ class LearnerService:
     async def _step(self, trainer: Trainer, batch: Batch, waited: float) -> None:
         began = time.monotonic()
         skipped = trainer.skipped
+        numerics = await asyncio.to_thread(self._probe.measure, batch) if self._probe is not None else None
         report = await asyncio.to_thread(trainer.step, batch)
         if trainer.skipped > skipped:
             await self._refuse(batch, report)
@@ -197,7 +209,7 @@ class LearnerService:
         version = batch.head + 1
         manifest, publish_s = await self._publish(trainer, version, batch.consumed)
         await self._end(self.assembler.commit(batch, version, now=time.time()))
-        await self._measure(report, manifest, version, waited, time.monotonic() - began, publish_s)
+        await self._measure(report, numerics, manifest, version, waited, time.monotonic() - began, publish_s)
 
     async def _refuse(self, batch: Batch, report: StepReport) -> None:
         """A gradient that is not finite changed nothing; its groups end as failed, so that they are not tried for ever."""
@@ -219,12 +231,14 @@ class LearnerService:
     async def _publish(self, trainer: Trainer, version: int, consumed: Sequence[str]) -> tuple[Manifest, float]:
         """Optimizer, bytes, manifest, head: durable in that order."""
         began = time.monotonic()
-        state = to_host(await asyncio.to_thread(trainer.state))
+        tensors = await asyncio.to_thread(trainer.state)
+        state = to_host(tensors)
         await asyncio.to_thread(self._files.save, trainer, version, state)
         manifest = await self._writer.publish(
             state, version=version, learner_step=version, consumed=consumed, numerics=self._numerics()
         )
         self.head = version
+        self._remember(version, tensors)
         await asyncio.to_thread(self._files.keep_newest, 2)
         return manifest, time.monotonic() - began
 
@@ -258,13 +272,16 @@ class LearnerService:
                 tasks.create_task(one(delivery))
 
     async def _measure(
-        self, report: StepReport, manifest: Manifest, version: int, waited: float, step_s: float, publish_s: float
+        self, report: StepReport, numerics: Drift | None, manifest: Manifest, version: int, waited: float, step_s: float, publish_s: float
     ) -> None:
         sizes = {"publish_bytes": float(manifest.delta.nbytes if manifest.delta else manifest.nbytes), "policy_bytes": float(manifest.nbytes)}
-        values = {**report.values, **sizes, "wait_s": waited, "step_s": step_s, "publish_s": publish_s, "version": float(version),
+        same_weights = {} if numerics is None else {
+            "k3_lag0": numerics.k3, "bitwise_equal": numerics.bitwise_equal, "max_abs_lag0": numerics.max_abs, "tokens_lag0": float(numerics.tokens),
+        }
+        values = {**report.values, **same_weights, **sizes, "wait_s": waited, "step_s": step_s, "publish_s": publish_s, "version": float(version),
                   "ready_groups": float(self.assembler.ready_groups), "held_bytes": float(self.assembler.held_bytes)}
         log.info("version published", version=version, reward=round(report.values["reward_train"], 4),
-                 lag_max=report.values["lag_max"], k3_lag0=report.values.get("k3_lag0"), step_s=round(step_s, 3), wait_s=round(waited, 3))
+                 lag_max=report.values["lag_max"], k3_lag0=values.get("k3_lag0"), step_s=round(step_s, 3), wait_s=round(waited, 3))
         await self._reporter.report(values, {"lag_histogram": report.lag_histogram}, step=version)
 
     async def _finish(self, reason: str) -> None:

@@ -19,17 +19,15 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from driftline.messages.types import Trajectory
-from driftline.models.logprob import token_logprobs
 from driftline.models.model import K3ForCausalLM
 from driftline.models.state import export_state, load_state, policy_dtype, round_to_policy_
-from driftline.models.tokenizer import ByteTokenizer
 from driftline.services.config import LearnerConfig, Proximal
 from driftline.services.learner.advantage import Estimator, group_advantages
-from driftline.services.learner.assembler import Batch, BatchGroup
+from driftline.services.learner.assembler import Batch
 from driftline.services.learner.correction import CorrectionConfig, correct
 from driftline.services.learner.drift_metrics import drift_by_lag, lags
 from driftline.services.learner.objective import Denominators, ObjectiveConfig, Tally, loss
+from driftline.services.learner.shared_prompts import FlatTokens, forward_groups
 
 __all__ = ["StepReport", "Trainer"]
 
@@ -40,17 +38,6 @@ class StepReport:
 
     values: Mapping[str, float]
     lag_histogram: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class _Flat:
-    """Action tokens of a micro-batch, [N] each; `sequence` numbers members within the whole batch."""
-
-    logp: torch.Tensor
-    entropy: torch.Tensor
-    behave: torch.Tensor
-    sequence: torch.Tensor
-    versions: np.ndarray
 
 
 class Trainer:
@@ -94,7 +81,7 @@ class Trainer:
         first = 0
         for start in range(0, len(batch.groups), self.config.micro_batch_groups):
             groups = batch.groups[start : start + self.config.micro_batch_groups]
-            flat = self._forward(groups, first)
+            flat = forward_groups(self.model, groups, first, replay=self.config.router_replay)
             first += sum(len(g.members) for g in groups)
             prox, keep, weight = self._correct(flat)
             # Sequences are numbered over the whole batch, so every micro-batch sees all advantages; absent ones contribute zero.
@@ -120,60 +107,7 @@ class Trainer:
             rewards += group.rewards
         return torch.tensor(values, dtype=torch.float32, device=self.device), rewards
 
-    def _forward(self, groups: Sequence[BatchGroup], first: int) -> _Flat:
-        """Log-probabilities of the action tokens: prompts once, their caches forked to the members, completions after them."""
-        pad = ByteTokenizer.pad
-        members: list[Trajectory] = []
-        prompts: list[np.ndarray] = []
-        owner: list[int] = []
-        for i, group in enumerate(groups):
-            shared = group.members[0].trajectory
-            prompts.append(shared.tokens[: shared.prompt_tokens - 1])
-            for graded in group.members:
-                members.append(graded.trajectory)
-                owner.append(i)
-        # The last prompt token starts every completion, so one pass over it yields the first sampled token's logits.
-        inputs = [t.tokens[t.prompt_tokens - 1 : -1] for t in members]
-        prompt_tokens, prompt_lengths = self._pad(prompts, pad)
-        tokens, lengths = self._pad(inputs, pad)
-        cache = self.model(prompt_tokens, lengths=prompt_lengths).cache if prompt_tokens.shape[1] else None
-        if cache is not None:
-            cache = cache.take(torch.tensor(owner, device=self.device))
-        replay = self._replay(members, tokens.shape[1]) if self.config.router_replay else None
-        out = self.model(tokens, lengths=lengths, cache=cache, replay=replay)
-        mask = np.zeros(tuple(tokens.shape), dtype=bool)
-        for i, t in enumerate(members):
-            mask[i, : len(inputs[i])] = t.action_mask[t.prompt_tokens :]
-        at = torch.from_numpy(mask).to(self.device)
-        targets, _ = self._pad([t.tokens[t.prompt_tokens :] for t in members], pad)
-        temperature = torch.tensor([t.temperature for t in members], device=self.device)
-        row = torch.arange(len(members), device=self.device)[:, None].expand_as(at)[at]
-        logp, entropy = token_logprobs(self.model.logits(out.hidden[at]), targets[at], temperature[row])
-        behave = np.concatenate([t.logprobs[t.action_mask] for t in members])
-        versions = np.concatenate([t.versions[t.action_mask] for t in members])
-        return _Flat(logp, entropy, torch.from_numpy(behave).to(self.device), row + first, versions)
-
-    def _pad(self, rows: Sequence[np.ndarray], fill: int) -> tuple[torch.Tensor, torch.Tensor]:
-        width = max(len(r) for r in rows)
-        out = np.full((len(rows), width), fill, dtype=np.int64)
-        for i, r in enumerate(rows):
-            out[i, : len(r)] = r
-        lengths = torch.tensor([len(r) for r in rows], device=self.device)
-        return torch.from_numpy(out).to(self.device), lengths
-
-    def _replay(self, members: Sequence[Trajectory], width: int) -> torch.Tensor | None:
-        """Recorded expert ids of the completion inputs [M, R, layers, k]; None when a member has none."""
-        if any(t.routes is None for t in members):
-            return None
-        tables = [t.routes[t.prompt_tokens - 1 : -1] for t in members if t.routes is not None]
-        out = np.zeros((len(tables), width, *tables[0].shape[1:]), dtype=np.int64)
-        # Padding replays k distinct experts: its output is never read, but gates must stay finite.
-        out[:] = np.arange(out.shape[-1])
-        for i, table in enumerate(tables):
-            out[i, : len(table)] = table
-        return torch.from_numpy(out).to(self.device)
-
-    def _correct(self, flat: _Flat) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    def _correct(self, flat: FlatTokens) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """(proximal log-probabilities, tokens kept in the loss, token weights)."""
         everywhere = torch.ones_like(flat.logp, dtype=torch.bool)
         decoupled = self.config.proximal is Proximal.RECOMPUTE
@@ -201,7 +135,7 @@ class Trainer:
         return float("nan")
 
     def _report(
-        self, batch: Batch, parts: Sequence[_Flat], tally: Tally, rewards: Sequence[float], total: float, norm: float, wall: float
+        self, batch: Batch, parts: Sequence[FlatTokens], tally: Tally, rewards: Sequence[float], total: float, norm: float, wall: float
     ) -> StepReport:
         learner = np.concatenate([p.logp.detach().cpu().numpy() for p in parts])
         behave = np.concatenate([p.behave.cpu().numpy() for p in parts])
