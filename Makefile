@@ -3,7 +3,7 @@
 # make setup  only the environment
 #
 # The environment is .venv. One that already runs this checkout's driftline is used as it is. On a machine without a GPU the
-# CPU build of torch is a tenth of the download: TORCH_INDEX=https://download.pytorch.org/whl/cpu make demo
+# CPU build of torch is a tenth of the download: make demo TORCH_INDEX=<PyTorch's index of CPU wheels>
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
