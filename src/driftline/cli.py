@@ -32,7 +32,9 @@ app.add_typer(policy, name="policy")
 RunFile = Annotated[Path, typer.Argument(metavar="FILE", help="The run file (TOML).")]
 ConfigFile = Annotated[Path, typer.Option("--config", help="The run file (TOML).")]
 Overrides = Annotated[
-    list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Replace one setting; may be repeated.")
+    list[str] | None,
+    typer.Option("--set", metavar="SECTION.KEY=VALUE", envvar="DRIFTLINE_SET",
+                 help="Replace one setting; may be repeated. In the environment: separated by spaces."),
 ]
 Instance = Annotated[str, typer.Option("--instance", help="Which of several this one is, for logs and metrics.")]
 RunDir = Annotated[Path | None, typer.Option("--run-dir", help="Where files of the run are written (runs/<name>).")]
