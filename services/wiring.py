@@ -6,9 +6,8 @@ Imports are inside the builders, so that a service pays for what it uses: a disp
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 from driftline.messages.bus import Bus
 from driftline.messages.errors import ConfigError
@@ -93,22 +92,23 @@ def _policy_store(context: Context) -> Service:
 
 
 def _rollout(context: Context) -> Service:
-    service = _named("driftline.services.rollout.service", "RolloutService")
-    return cast(Service, service(context.bus, blob_store(context.bus, context.config), context.config, context.instance))
+    from driftline.services.rollout.service import RolloutService
+
+    blobs = blob_store(context.bus, context.config)
+    return RolloutService(context.bus, blobs, context.config, context.instance or "0", context.reporter)
 
 
 def _learner(context: Context) -> Service:
-    service = _named("driftline.services.learner.service", "LearnerService")
-    return cast(Service, service(context.bus, blob_store(context.bus, context.config), context.config, context.run_dir))
+    from driftline.services.learner.service import LearnerService
+
+    blobs = blob_store(context.bus, context.config)
+    return LearnerService(context.bus, blobs, context.config, context.run_dir, context.reporter)
 
 
 def _evaluator(context: Context) -> Service:
-    service = _named("driftline.services.evaluator.service", "EvaluatorService")
-    return cast(Service, service(context.bus, blob_store(context.bus, context.config), context.config))
+    from driftline.services.evaluator.service import EvaluatorService
 
-
-def _named(module: str, name: str) -> Any:
-    return getattr(import_module(module), name)
+    return EvaluatorService(context.bus, blob_store(context.bus, context.config), context.config, context.reporter)
 
 
 SERVICES: Mapping[str, Build] = {
