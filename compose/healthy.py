@@ -7,7 +7,7 @@ import urllib.request
 
 try:
     with urllib.request.urlopen(sys.argv[1], timeout=2) as answer:
-        print(answer.read(4096).decode(errors="replace"))
+        print(answer.read().decode(errors="replace"))
 except urllib.error.HTTPError as refused:
     sys.exit(f"{refused.code} {refused.read(4096).decode(errors='replace')}")
 except OSError as error:
