@@ -93,14 +93,19 @@ async def test_messages_survive_a_restart_and_everything_goes_on(server: NatsSer
     await follower.reaches(20)
     held = await bus.pull(made.consumers[0], batch=5, timeout_s=5)
     await restart(server, kill=kill)
+    confirmed = 0
     for delivery in held:  # leases survive, too
-        await delivery.ack()
+        try:
+            await delivery.ack()
+            confirmed += 1
+        except LeaseLost:  # a killed server may have forgotten its last deliveries: it sends those again
+            assert kill
     for i in range(20, 40):
         await bus.publish(f"{root}.log.a", note("r", str(i)), id=f"l{i}")
     await follower.reaches(40)
     assert follower.seqs == list(range(1, 41))
     left = await bus.pull(made.consumers[0], batch=50, timeout_s=5)
-    assert len(left) == 15
+    assert 15 <= len(left) <= 20 - confirmed
     await follower.stop()
 
 
