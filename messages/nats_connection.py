@@ -296,7 +296,8 @@ class Connection:
             async with asyncio.timeout(timeout_s):
                 await self.client._send_ping(pong)
             await asyncio.wait({pong}, timeout=timeout_s - (loop.time() - asked))
-        except (TimeoutError, nats.errors.Error, OSError, AttributeError, AssertionError) as error:
+        except (TimeoutError, nats.errors.Error, OSError, AttributeError, AssertionError, RuntimeError) as error:
+            # RuntimeError: what uvloop raises for a write to a socket that has just been lost.
             raise RequestTimeout(f"no pong in {timeout_s:g} s", field="broker.url", value=self.url) from error
         if not pong.done():
             raise RequestTimeout(f"no pong in {timeout_s:g} s", field="broker.url", value=self.url)
