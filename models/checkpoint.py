@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from driftline.messages.errors import ConfigError
 from driftline.models.config import K3Config
 from driftline.models.model import K3ForCausalLM
-from driftline.models.state import export_state, load_state
+from driftline.models.state import export_state, load_state, policy_dtype
 
 __all__ = ["BASE", "checkpoint_dir", "load_checkpoint", "read_tensors", "save_checkpoint"]
 
@@ -45,9 +45,11 @@ def read_tensors(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def load_checkpoint(init: str, *, dtype: torch.dtype = torch.float32) -> K3ForCausalLM:
-    """Build the model of a checkpoint and load its weights; parameters are held in `dtype` (values are the stored ones)."""
+    """Build the model of a checkpoint and load its weights. Parameters are held in `dtype`; what the release keeps in fp32 is never held in less."""
     directory = checkpoint_dir(init)
-    model = K3ForCausalLM(K3Config.load(directory)).to(dtype)
+    model = K3ForCausalLM(K3Config.load(directory))
+    for name, parameter in model.named_parameters():
+        parameter.data = parameter.data.to(torch.promote_types(policy_dtype(name, dtype), dtype))
     load_state(model, read_tensors(directory))
     return model
 

@@ -1,6 +1,7 @@
 """K3's configuration under its public field names (`text_config` of the release), plus the sizes we ship.
 
-`K3Config.load(dir)` reads a public `config.json` (the text part of a multimodal one too); unknown fields are kept out, contradictory ones refused.
+`K3Config.load(dir)` reads a public `config.json` (the text part of a multimodal one too). Unknown fields are kept out; contradictory ones are refused, and so
+is a known field whose value asks for another model than this one computes.
 """
 
 from __future__ import annotations
@@ -14,6 +15,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from driftline.messages.errors import ConfigError
 
 __all__ = ["K3Config", "LinearAttention", "tiny"]
+
+# What the decoder is built for. Another value ignored would load without a word and compute something else.
+_BUILT_FOR: dict[str, Any] = {
+    "hidden_act": "situ", "mla_use_nope": True, "moe_router_activation_func": "sigmoid", "topk_method": "noaux_tc", "num_expert_group": 1,
+    "topk_group": 1,
+}
 
 
 class LinearAttention(BaseModel):
@@ -99,14 +106,21 @@ class K3Config(BaseModel):
         """Read `config.json` of a checkpoint directory. Raises ConfigError naming the file and field."""
         path = Path(directory) / "config.json"
         try:
-            raw: dict[str, Any] = json.loads(path.read_text())
+            raw: Any = json.loads(path.read_text())
         except FileNotFoundError:
             raise ConfigError("no config.json here", field="policy.init", value=str(directory),
                               remedy="give a checkpoint directory with config.json and *.safetensors, or \"base\"") from None
         except json.JSONDecodeError as error:
             raise ConfigError(f"not JSON: {error}", field=str(path), remedy="restore the file from its source") from error
+        if not isinstance(raw, dict):
+            raise ConfigError("not an object of fields", field=str(path), value=raw, remedy="restore the file from its source")
+        body = raw.get("text_config", raw)
+        for name, only in _BUILT_FOR.items():
+            if body.get(name, only) != only:
+                raise ConfigError(f"this decoder computes {name} = {only!r} only", field=f"{path}: {name}", value=body[name],
+                                  remedy="use a checkpoint of K3's architecture")
         try:
-            return cls.model_validate(raw.get("text_config", raw))
+            return cls.model_validate(body)
         except ValidationError as error:
             first = error.errors()[0]
             name = ".".join(str(p) for p in first["loc"]) or "config"

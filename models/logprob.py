@@ -27,5 +27,5 @@ def token_logprobs(
     logp = scaled_log_softmax(logits, temperature)
     picked = logp.gather(-1, tokens[:, None]).squeeze(-1)
     with torch.no_grad():
-        entropy = -(logp.exp() * logp).sum(-1)
+        entropy = torch.special.entr(logp.exp()).sum(-1)  # -p log p, and 0 where p is 0
     return picked, entropy

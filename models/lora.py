@@ -74,10 +74,13 @@ def add_lora(model: nn.Module, rank: int, alpha: float | None = None, targets: s
     """
     if rank < 1:
         raise ConfigError("rank must be at least 1", field="learner.lora_rank", value=rank, remedy="use 0 for full-weight training")
+    try:
+        pattern = re.compile(targets)
+    except re.error as error:
+        raise ConfigError(f"not a regular expression: {error}", field="learner.lora_targets", value=targets,
+                          remedy="use a regular expression over module names, e.g. .*(q_proj|v_proj)$") from error
     scale = float(alpha if alpha is not None else rank)
-    pattern, adapted = re.compile(targets), []
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
+    before, adapted = list(model.parameters()), []
     for name, module in list(model.named_modules()):
         for child_name, child in list(module.named_children()):
             full = f"{name}.{child_name}" if name else child_name
@@ -94,6 +97,8 @@ def add_lora(model: nn.Module, rank: int, alpha: float | None = None, targets: s
     if not adapted:
         raise ConfigError("matches no linear or expert module", field="learner.lora_targets", value=targets,
                           remedy="use a regular expression over module names, e.g. .*(q_proj|v_proj)$")
+    for parameter in before:
+        parameter.requires_grad_(False)
     return adapted
 
 

@@ -16,17 +16,18 @@ def short_conv(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x [B, T, C], weight [C, W], tail [B, W-1, C] (raw inputs before x), lengths [B] real positions per row or None for all.
 
-    Returns silu(conv(x)) [B, T, C] and the new tail: the last W-1 raw inputs of each row's real positions.
+    Computed in at least fp32 and cast once. Returns silu(conv(x)) [B, T, C] and the new tail: the last W-1 raw inputs of each row's real positions.
     """
     width, steps = weight.shape[1], x.shape[1]
     padded = torch.cat([tail.to(x.dtype), x], dim=1)
-    w = weight.to(x.dtype)
-    out = padded[:, :steps] * w[:, 0]
+    wide = torch.promote_types(x.dtype, torch.float32)
+    raw, w = padded.to(wide), weight.to(wide)
+    out = raw[:, :steps] * w[:, 0]
     for i in range(1, width):
-        out = out + padded[:, i : i + steps] * w[:, i]
+        out = out + raw[:, i : i + steps] * w[:, i]
     if lengths is None:
         new_tail = padded[:, steps:]
     else:
         rows = lengths[:, None] + torch.arange(width - 1, device=x.device)
         new_tail = torch.gather(padded, 1, rows[..., None].expand(-1, -1, x.shape[2]))
-    return F.silu(out), new_tail
+    return F.silu(out).to(x.dtype), new_tail

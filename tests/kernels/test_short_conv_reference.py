@@ -53,6 +53,14 @@ def test_a_ragged_row_carries_the_tail_of_its_own_end() -> None:
         assert torch.equal(got[row], alone_tail[0])
 
 
+def test_half_precision_inputs_meet_the_fp32_weights_wide_and_are_cast_once() -> None:
+    x, weight, tail = case(40)
+    out, new_tail = short_conv(x.bfloat16(), weight.float(), tail.bfloat16())
+    want, _ = short_conv(x.bfloat16().float(), weight.float(), tail.bfloat16().float())
+    assert torch.equal(out, want.bfloat16())
+    assert new_tail.dtype == torch.bfloat16
+
+
 def test_a_later_input_changes_no_earlier_output() -> None:
     x, weight, tail = case(8)
     before, _ = short_conv(x, weight, tail)
