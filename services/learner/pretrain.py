@@ -1,7 +1,7 @@
 """`driftline pretrain`: a supervised warm start by `cross_entropy`, through the objective and the forward that RL uses.
 
 RL needs a policy that sometimes succeeds and still explores. This makes one: a mixture of task families at easy difficulties, seen briefly enough that the
-harder ones stay open. The result is a checkpoint directory and `pretrain.json` with what was trained, on what, and how well it does on held-out tasks.
+harder ones stay open. The result is a checkpoint directory and `pretrain.json` with what was trained, on what, and the course of the loss.
 """
 
 from __future__ import annotations

@@ -180,7 +180,8 @@ class Trainer:
             for name, master, parameter in zip(self.names, self.masters, self.parameters, strict=True):
                 master.copy_(tensors[f"master/{name}"])
                 parameter.copy_(master.to(policy_dtype(name, self.dtype)))
-                moments = {k: tensors[f"{k}/{name}"] for k in ("step", "exp_avg", "exp_avg_sq") if f"{k}/{name}" in tensors}
-                if moments:
-                    state[master] = moments
+                saved = {k: tensors[f"{k}/{name}"] for k in ("step", "exp_avg", "exp_avg_sq") if f"{k}/{name}" in tensors}
+                if saved:  # AdamW counts steps on the host and keeps the moments beside the masters
+                    state[master] = {k: v if k == "step" else v.to(master.device) for k, v in saved.items()}
+        self.optimizer.state.clear()
         self.optimizer.state.update(state)
