@@ -102,7 +102,7 @@ class EvaluatorService:
         while True:
             self._changed.clear()
             version = next_version(done, self._head, self._config.evaluator.every) if self._head >= 0 else None
-            if self._end is not None:
+            if self._end is not None and done >= 0:  # a short run may end before its first version was measured
                 version = self._end if self._end > done else None
                 if version is None:
                     return

@@ -73,7 +73,7 @@ class Engine:
 
     @property
     def waiting(self) -> int:
-        return sum(len(w.members) for w in self._waiting)
+        return sum(len(w.members) for w in tuple(self._waiting))  # a copy: a step in another thread may take from it meanwhile
 
     @property
     def idle(self) -> bool:

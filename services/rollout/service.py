@@ -54,31 +54,37 @@ class RolloutService:
         self._leases = Leases()
         self._held: dict[str, Delivery] = {}
         self._left: dict[str, int] = {}
+        self._taken: list[Group] = []
         self._wake = asyncio.Event()
         self._room = asyncio.Event()
         self._ended: set[str] = set()
         self._draining = False
+        self._starting: asyncio.Task[None] | None = None
         self.updates = 0
         self.update_s = 0.0
 
     def drain(self) -> None:
         """Take no more groups; `run` returns when those in hand are stored."""
         self._draining = True
+        if self._engine is None and self._starting is not None:
+            self._starting.cancel()  # nothing is in hand, and the first version may never come
         self._wake.set()
         self._room.set()
 
     async def run(self) -> None:
         """Serve until the run is finished or drained."""
         rollout = self._config.rollout
-        async with asyncio.TaskGroup() as tasks, self._leases:
-            end = tasks.create_task(finished(self._bus, self._config.run.name), name="end")
-            work = tasks.create_task(self._work(rollout.max_batch), name="work")
-            await asyncio.wait({end, work}, return_when=asyncio.FIRST_COMPLETED)
-            if end.done() and not end.cancelled() and end.exception() is None:
-                log.info("run finished", version=end.result().version, reason=end.result().reason)
-            end.cancel()
-            work.cancel()
-        await self._give_back()
+        try:
+            async with asyncio.TaskGroup() as tasks, self._leases:
+                end = tasks.create_task(finished(self._bus, self._config.run.name), name="end")
+                self._starting = work = tasks.create_task(self._work(rollout.max_batch), name="work")
+                await asyncio.wait({end, work}, return_when=asyncio.FIRST_COMPLETED)
+                if end.done() and not end.cancelled() and end.exception() is None:
+                    log.info("run finished", version=end.result().version, reason=end.result().reason)
+                end.cancel()
+                work.cancel()
+        finally:  # also when it fails: another engine can have its groups at once
+            await self._give_back()
 
     async def _work(self, max_batch: int) -> None:
         model = await asyncio.to_thread(build_model, self._config, device=self._config.rollout.device, threads=self._config.rollout.threads)
@@ -131,16 +137,16 @@ class RolloutService:
         """Keep about one batch waiting behind the running one, so that an engine never idles and never hoards."""
         group_size = self._config.run.group_size
         while not self._draining:
-            room = engine.max_batch + group_size - engine.active - engine.waiting
+            room = engine.max_batch + group_size - engine.active - engine.waiting - sum(group.members for group in self._taken)
             if room < group_size:
                 self._room.clear()
                 await self._room.wait()
                 continue
             for delivery in await self._bus.pull(self._consumer, batch=max(1, room // group_size), timeout_s=PULL_S):
-                await self._take(engine, delivery)
+                await self._take(delivery)
         self._wake.set()
 
-    async def _take(self, engine: Engine, delivery: Delivery) -> None:
+    async def _take(self, delivery: Delivery) -> None:
         group = delivery.message
         if not isinstance(group, Group):
             await delivery.dead_letter(f"expected a group, got {type(group).__name__}")
@@ -155,7 +161,7 @@ class RolloutService:
         if head is not None:
             self._offer(head)
         self._left[group.group] = group.members
-        engine.submit(group)
+        self._taken.append(group)
         self._wake.set()
 
     async def _compute(self, engine: Engine) -> None:
@@ -164,6 +170,7 @@ class RolloutService:
             while True:
                 await self._cancel_ended(engine)
                 await self._update(engine)
+                self._submit_taken(engine)
                 if engine.idle:
                     if storing is not None:
                         await storing
@@ -172,7 +179,7 @@ class RolloutService:
                         return
                     self._room.set()
                     self._wake.clear()
-                    if engine.idle and not self._ended and not self._behind(engine):
+                    if not (self._taken or self._ended or self._behind(engine)):
                         await self._wake.wait()
                     continue
                 done = await asyncio.to_thread(self._slice, engine)
@@ -194,8 +201,17 @@ class RolloutService:
         for name in list(self._ended):
             self._ended.discard(name)
             if name in self._held:
+                self._taken = [group for group in self._taken if group.group != name]
                 engine.cancel(name)
                 await self._release(name)
+
+    def _submit_taken(self, engine: Engine) -> None:
+        """Only between two slices, and only with the newest head applied: a head that came during a slice or an update would
+        otherwise be missed, and an engine that drains would never be empty."""
+        if not self._behind(engine):
+            for group in self._taken:
+                engine.submit(group)
+            self._taken.clear()
 
     def _behind(self, engine: Engine) -> bool:
         return self._head is not None and self._head.version > engine.version
