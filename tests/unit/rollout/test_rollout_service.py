@@ -28,6 +28,7 @@ from driftline.messages.subjects import Subjects
 from driftline.messages.types import Outcome, OutcomeEvent, Trajectory
 from driftline.policy_store.blobs import MemoryBlobs
 from driftline.services.config import Config
+from driftline.services.rollout import service as rollout_service
 from driftline.services.rollout.engine import Engine
 from driftline.services.rollout.service import RolloutService
 from driftline.services.runtime import run_topology
@@ -131,8 +132,9 @@ async def test_a_group_queued_after_a_version_is_sampled_by_it(bus: MemoryBus, b
 
 @pytest.mark.parametrize("policy_update", ["in_flight", "drain", "interrupt"])
 async def test_a_group_taken_during_a_step_waits_for_the_version_that_came_before_it(
-    bus: MemoryBus, blobs: MemoryBlobs, gate: Gate, policy_update: str
+    bus: MemoryBus, blobs: MemoryBlobs, gate: Gate, policy_update: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(rollout_service, "SLICE_S", WAIT_S)  # the slice goes on after the gate, to the end of what the engine has
     config = tiny("rolling", rollout={"policy_update": policy_update})
     early, late = groups_of(config, range(2))
     gate.close()
