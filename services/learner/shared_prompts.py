@@ -34,7 +34,8 @@ class FlatTokens:
 
 
 def forward_groups(model: K3ForCausalLM, groups: Sequence[BatchGroup], first: int, *, replay: bool = False) -> FlatTokens:
-    """Run the groups' members; sequences are numbered from `first`. `replay` uses the recorded experts where every member has them."""
+    """Run the groups' members; sequences are numbered from `first`. `replay` uses the recorded experts where every member has them; a shared prompt takes
+    those of its group's first member."""
     device = next(model.parameters()).device
     members: list[Trajectory] = []
     prompts: list[np.ndarray] = []
@@ -49,10 +50,13 @@ def forward_groups(model: K3ForCausalLM, groups: Sequence[BatchGroup], first: in
     inputs = [t.tokens[t.prompt_tokens - 1 : -1] for t in members]
     prompt_tokens, prompt_lengths = _pad(prompts, device)
     tokens, lengths = _pad(inputs, device)
-    cache = model(prompt_tokens, lengths=prompt_lengths).cache if prompt_tokens.shape[1] else None
-    if cache is not None:
-        cache = cache.take(torch.tensor(owner, device=device))
-    ids = _recorded_routes(members, tokens.shape[1], device) if replay else None
+    replay = replay and all(t.routes is not None for t in members)
+    cache = None
+    if prompt_tokens.shape[1]:
+        spans = [(g.members[0].trajectory, 0, len(p)) for g, p in zip(groups, prompts, strict=True)]
+        ids = _recorded_routes(spans, prompt_tokens.shape[1], device) if replay else None
+        cache = model(prompt_tokens, lengths=prompt_lengths, replay=ids).cache.take(torch.tensor(owner, device=device))
+    ids = _recorded_routes([(t, t.prompt_tokens - 1, len(t.tokens) - 1) for t in members], tokens.shape[1], device) if replay else None
     out = model(tokens, lengths=lengths, cache=cache, replay=ids)
     mask = np.zeros(tuple(tokens.shape), dtype=bool)
     for i, t in enumerate(members):
@@ -76,11 +80,9 @@ def _pad(rows: Sequence[np.ndarray], device: torch.device) -> tuple[torch.Tensor
     return torch.from_numpy(out).to(device), torch.tensor([len(r) for r in rows], device=device)
 
 
-def _recorded_routes(members: Sequence[Trajectory], width: int, device: torch.device) -> torch.Tensor | None:
-    """Recorded expert ids of the completion inputs [M, R, layers, k]; None when a member has none."""
-    tables = [t.routes[t.prompt_tokens - 1 : -1] for t in members if t.routes is not None]
-    if len(tables) != len(members):
-        return None
+def _recorded_routes(spans: Sequence[tuple[Trajectory, int, int]], width: int, device: torch.device) -> torch.Tensor:
+    """Recorded expert ids [len(spans), width, layers, k] of the tokens start..end of each trajectory, which has them."""
+    tables = [t.routes[start:end] for t, start, end in spans if t.routes is not None]
     out = np.zeros((len(tables), width, *tables[0].shape[1:]), dtype=np.int64)
     # Padding replays k distinct experts: its output is never read, but gates must stay finite.
     out[:] = np.arange(out.shape[-1])
