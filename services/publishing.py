@@ -1,4 +1,7 @@
-"""Publishing with patience: a full stream is back-pressure, so the publisher waits, bounded, instead of losing or failing at once."""
+"""Talking to the broker with patience: a full stream is back-pressure and a short outage is not the end of a service.
+
+A publisher waits, bounded, for room; a puller finds nothing while the broker is away. `runtime` ends a service whose broker stays away (`broker.lost_after_s`).
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,12 @@ import time
 
 import structlog
 
-from driftline.messages.bus import Bus, PubAck
-from driftline.messages.errors import BrokerFull
+from driftline.messages.bus import Bus, Delivery, PubAck
+from driftline.messages.errors import BrokerFull, BrokerUnavailable
+from driftline.messages.subjects import ConsumerSpec
 from driftline.messages.types import Message
 
-__all__ = ["publish_patiently"]
+__all__ = ["publish_patiently", "pull_patiently"]
 
 log = structlog.get_logger("publishing")
 
@@ -30,3 +34,13 @@ async def publish_patiently(
             log.warning("broker is full, waiting", subject=subject, pause_s=pause)
             await asyncio.sleep(pause)
             pause = min(pause * 2, 2.0)
+
+
+async def pull_patiently(bus: Bus, consumer: ConsumerSpec, *, batch: int, timeout_s: float) -> list[Delivery]:
+    """`bus.pull`; an empty list, after `timeout_s` more, when the broker does not answer."""
+    try:
+        return await bus.pull(consumer, batch=batch, timeout_s=timeout_s)
+    except BrokerUnavailable as error:
+        log.warning("broker does not answer, waiting", consumer=consumer.durable, cause=str(error))
+        await asyncio.sleep(timeout_s)
+        return []

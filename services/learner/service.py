@@ -32,7 +32,7 @@ from driftline.services.learner.optimizer_files import OptimizerFiles
 from driftline.services.learner.probe import NumericsProbe
 from driftline.services.learner.trainer import StepReport, Trainer
 from driftline.services.policy_model import build_model, policy_torch_dtype
-from driftline.services.publishing import publish_patiently
+from driftline.services.publishing import publish_patiently, pull_patiently
 from driftline.services.runtime import run_topology
 from driftline.services.telemetry import Reporter
 from driftline.services.tensors import from_host, to_host
@@ -135,7 +135,7 @@ class LearnerService:
 
     async def _receive(self) -> None:
         while True:
-            for delivery in await self._bus.pull(self._consumer, batch=PULL_BATCH, timeout_s=PULL_S):
+            for delivery in await pull_patiently(self._bus, self._consumer, batch=PULL_BATCH, timeout_s=PULL_S):
                 await self._take(delivery)
             self._changed.set()
 

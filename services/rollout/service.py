@@ -24,7 +24,7 @@ from driftline.policy_store.reader import PolicyReader
 from driftline.policy_store.tensor import State
 from driftline.services.config import Config, PolicyUpdate
 from driftline.services.policy_model import build_model
-from driftline.services.publishing import publish_patiently
+from driftline.services.publishing import publish_patiently, pull_patiently
 from driftline.services.rollout.engine import Engine
 from driftline.services.runtime import finished, run_topology
 from driftline.services.telemetry import Reporter
@@ -142,7 +142,7 @@ class RolloutService:
                 self._room.clear()
                 await self._room.wait()
                 continue
-            for delivery in await self._bus.pull(self._consumer, batch=max(1, room // group_size), timeout_s=PULL_S):
+            for delivery in await pull_patiently(self._bus, self._consumer, batch=max(1, room // group_size), timeout_s=PULL_S):
                 await self._take(delivery)
         self._wake.set()
 
