@@ -167,6 +167,7 @@ def test_a_damaged_or_absent_checkpoint_is_refused_with_a_remedy(tmp_path: Path)
 
 def test_the_shipped_checkpoint_loads_and_is_already_rounded() -> None:
     model = load_checkpoint("base")
+    assert sum(f.stat().st_size for f in checkpoint_dir("base").iterdir()) <= 8 * 1024 * 1024, "it ships with the package"
     stored = read_tensors(checkpoint_dir("base"))
     exported = export_state(model)
     assert set(stored) == set(exported)

@@ -1,148 +1,293 @@
-"""The engine: what a sampled token says about itself is true."""
+"""The engine: what it reports is what the model says, and what it samples depends on weights, group and member alone."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
+from engine_cases import completion, finish_all, group, policy, recomputed, sampled, weights
 
-from driftline.messages.types import Finish, Group, Sampling, Task
-from driftline.models.checkpoint import load_checkpoint
-from driftline.models.config import tiny
-from driftline.models.logprob import token_logprobs
-from driftline.models.model import K3ForCausalLM
-from driftline.models.state import export_state
+from driftline.messages.codec import decode, encode
+from driftline.messages.types import Finish, Trajectory
+from driftline.models.cache import KdaState, MlaRows
+from driftline.models.state import load_state
 from driftline.services.rollout.engine import Engine
-from driftline.services.rollout.randomness import member_key, uniforms
-from driftline.services.rollout.sampler import sample
-
-torch.set_num_threads(1)
 
 
-def model(seed: int = 0) -> K3ForCausalLM:
-    torch.manual_seed(seed)
-    return K3ForCausalLM(tiny(num_hidden_layers=3, hidden_size=32, intermediate_size=48, num_experts=4))
+def k3(ours: np.ndarray, theirs: np.ndarray) -> float:
+    log_ratio = ours.astype(np.float64) - theirs.astype(np.float64)
+    return float(np.mean(np.expm1(log_ratio) - log_ratio))
 
 
-def group(name: str, members: int = 3, prompt: str = "a question", max_tokens: int = 8, temperature: float = 1.0) -> Group:
-    task = Task(id=name, source="test", family="none", prompt=prompt)
-    return Group(run="r", group=name, index=0, task=task, members=members, seed=1,
-                 sampling=Sampling(max_tokens=max_tokens, temperature=temperature))
+def test_reported_logprobs_are_those_of_a_full_forward() -> None:
+    groups = [group(i, temperature=t) for i, t in enumerate((1.0, 0.6, 1.0, 1.7))]
+    done = sampled(groups, max_batch=8)
+    model = policy()
+    assert len(done) == 12
+    for trajectory in done.values():
+        reported = trajectory.logprobs[trajectory.action_mask]
+        assert k3(recomputed(model, trajectory), reported) < 1e-10
+        assert (reported < 0).all()
+    wrong = policy()
+    with torch.no_grad():
+        wrong.model.norm.weight[0] += 0.01
+    some = next(iter(done.values()))
+    assert k3(recomputed(wrong, some), some.logprobs[some.action_mask]) > 1e-8, "the comparison must be able to fail"
 
 
-def drain(engine: Engine) -> dict[tuple[str, int], object]:
-    out = {}
-    while not engine.idle:
-        for t in engine.step():
-            out[t.group, t.member] = t
-    return out
+def test_a_trajectory_is_well_formed_and_survives_the_wire() -> None:
+    done = sampled([group(0), group(1, prompt="é漢🙂")], record_routes=True)
+    for (name, member), t in done.items():
+        assert t.prompt_tokens == len(t.tokens) - int(t.action_mask.sum())
+        assert t.tokens[0] == 256
+        assert t.tokens[t.prompt_tokens - 1] == 10
+        assert not t.action_mask[: t.prompt_tokens].any()
+        assert (t.logprobs[: t.prompt_tokens] == 0).all()
+        assert (t.versions[t.action_mask] == 0).all()
+        assert (t.group, t.member, t.members) == (name, member, 3)
+        assert t.started_at <= t.finished_at
+        back = decode(encode(t))
+        assert isinstance(back, Trajectory)
+        assert np.array_equal(back.tokens, t.tokens)
+        assert np.array_equal(back.logprobs, t.logprobs)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_reported_log_probabilities_are_those_of_a_fresh_forward(temperature: float) -> None:
-    engine = Engine(model(), version=4)
-    for i in range(3):
-        engine.submit(group(f"g{i}", prompt="p" * (3 + 5 * i), temperature=temperature))
-    for t in drain(engine).values():
-        tokens = torch.from_numpy(t.tokens.astype(np.int64))[None]
-        logits = engine.model.logits(engine.model(tokens[:, :-1]).hidden[0, t.prompt_tokens - 1 :])
-        want, _ = token_logprobs(logits, tokens[0, t.prompt_tokens :], temperature)
-        d = want.detach().double() - torch.from_numpy(t.logprobs[t.action_mask].copy()).double()
-        assert (torch.expm1(d) - d).mean() < 1e-10
-        assert set(t.versions[t.action_mask]) == {4}
+def test_tokens_do_not_depend_on_the_batch_the_order_or_the_limit() -> None:
+    groups = [group(i, members=1 + i % 4) for i in range(7)]
+    together = sampled(groups, dtype=torch.float64, max_batch=64)
+    backwards = sampled(groups[::-1], dtype=torch.float64, max_batch=5)
+    singly = {}
+    for one in groups:
+        singly |= sampled([one], dtype=torch.float64, max_batch=1)
+    assert together.keys() == backwards.keys() == singly.keys()
+    for key, trajectory in together.items():
+        assert completion(trajectory) == completion(backwards[key]) == completion(singly[key]), key
+        np.testing.assert_allclose(trajectory.logprobs, singly[key].logprobs, atol=1e-6)
 
 
-def test_tokens_do_not_depend_on_company_order_or_batch_size() -> None:
-    names = [f"g{i}" for i in range(5)]
-    runs = []
-    for order, max_batch in ((names, 64), (names[::-1], 64), (names, 4)):
-        engine = Engine(model(), version=0, max_batch=max_batch)
-        for name in order:
-            engine.submit(group(name, prompt=name * 3))
-        runs.append({key: t.tokens.tolist() for key, t in drain(engine).items()})
-    assert runs[0] == runs[1] == runs[2]
-    assert len({tuple(v) for v in runs[0].values()}) > 5
+def test_a_redelivered_member_samples_the_same_tokens() -> None:
+    whole = sampled([group(3, members=4)], dtype=torch.float64)
+    engine = Engine(policy(dtype=torch.float64), version=0)
+    engine.submit(group(5))
+    engine.step()
+    engine.submit(group(3, members=4), members=[2])
+    again = finish_all(engine)
+    assert completion(again["g00000003", 2]) == completion(whole["g00000003", 2])
+    assert ("g00000003", 0) not in again
 
 
-def test_members_of_a_group_share_one_prefill() -> None:
-    engine = Engine(model(), version=0)
-    engine.submit(group("g", members=6, prompt="twelve chars"))
-    drain(engine)
-    assert engine.prompt_tokens == 14
+def test_members_groups_and_seeds_sample_differently() -> None:
+    prompt = "the same question"
+    done = sampled([group(0, members=8, prompt=prompt), group(1, members=8, prompt=prompt)])
+    other_seed = sampled([group(0, members=8, prompt=prompt, seed=8)])
+    texts = [tuple(completion(t)) for t in (*done.values(), *other_seed.values())]
+    assert len(set(texts)) > 20
 
 
-def test_a_version_that_arrives_in_the_middle_is_stamped_from_there_on() -> None:
-    engine = Engine(model(), version=1)
-    engine.submit(group("g", max_tokens=8))
+def test_a_group_shares_one_prefill() -> None:
+    engine = Engine(policy(), version=0)
+    engine.submit(group(0, members=6))
+    engine.submit(group(1, members=2))
+    engine.step()
+    lengths = [len(engine.tokenizer.encode_prompt(group(i).task.prompt)) for i in (0, 1)]
+    assert engine.prompt_tokens == sum(lengths)
+    assert engine.active + engine.waiting <= 8
+    finish_all(engine)
+    assert engine.prompt_tokens == sum(lengths), "nothing is prefilled again while decoding"
+
+
+def test_every_sampled_token_is_counted_once() -> None:
+    engine = Engine(policy(), version=0, max_batch=4)
+    for i in range(4):
+        engine.submit(group(i))
+    done = finish_all(engine)
+    assert engine.tokens_sampled == sum(len(completion(t)) for t in done.values())
+
+
+def test_groups_enter_whole_in_order_and_within_the_limit() -> None:
+    engine = Engine(policy(), version=0, max_batch=5)
+    for i, members in enumerate((3, 3, 2)):
+        engine.submit(group(i, members=members, max_tokens=3))
+    engine.step()
+    assert engine.waiting in (2, 5), "the second group does not fit beside the first, and nobody overtakes it"
+    finish_all(engine)
+    wide = Engine(policy(), version=0, max_batch=2)
+    wide.submit(group(9, members=6, max_tokens=2))
+    assert len(finish_all(wide)) == 6, "a group larger than the limit runs alone"
+
+
+def test_a_version_that_arrives_midway_stamps_the_tokens_it_makes() -> None:
+    engine = Engine(policy(0, stops=False), version=4)
+    engine.submit(group(0, members=4, max_tokens=10))
+    for _ in range(4):
+        engine.step()
+    engine.load(5, weights(1))
+    done = finish_all(engine)
+    long = [t for t in done.values() if len(completion(t)) == 10]
+    assert long
+    for t in long:
+        assert t.versions[t.action_mask].tolist() == [4] * 4 + [5] * 6
+        assert t.oldest_version == 4
+        first = t.logprobs[t.action_mask][:4]
+        assert k3(recomputed(policy(0, stops=False), t)[:4], first) < 1e-10, "what was sampled before keeps its log-probability"
+
+
+def test_rows_in_flight_go_on_with_their_caches_and_the_new_weights() -> None:
+    """Kept caches under new weights: one more token equals a decode by hand with the same mixture."""
+    engine = Engine(policy(0, stops=False), version=0)
+    engine.submit(group(0, members=2, max_tokens=8))
     engine.step()
     engine.step()
-    engine.load(2, export_state(model(7), torch.float32))
-    stamped = [t for t in drain(engine).values() if len(t.tokens) - t.prompt_tokens > 2]
-    assert stamped
-    for t in stamped:
-        versions = t.versions[t.action_mask].tolist()
-        assert versions[:2] == [1, 1]
-        assert set(versions[2:]) == {2}
+    held, last = engine._cache, torch.tensor([row.tokens[-1] for row in engine._rows])
+    assert held is not None
+    engine.load(1, weights(1))
+    engine.step()
+    with torch.no_grad():
+        new = policy(1)
+        logits = new.logits(new(last[:, None], cache=held).hidden[:, 0])
+    want = torch.log_softmax(logits, -1)
+    for i, row in enumerate(engine._rows):
+        assert row.versions == [0, 0, 1]
+        assert row.logprobs[2] == pytest.approx(float(want[i, row.tokens[2]]), abs=1e-6)
 
 
-def test_recomputed_caches_are_those_of_the_new_weights() -> None:
-    engine = Engine(model(), version=1)
-    engine.submit(group("g", max_tokens=8))
+def test_recomputing_rebuilds_the_caches_of_running_rows_under_the_new_weights() -> None:
+    engine = Engine(policy(0, stops=False), version=0)
+    engine.submit(group(0, members=2, max_tokens=8))
+    engine.submit(group(1, members=2, max_tokens=8))
     engine.step()
     engine.step()
-    engine.load(2, export_state(model(7), torch.float32), recompute=True)
-    for t in drain(engine).values():
-        tokens = torch.from_numpy(t.tokens.astype(np.int64))[None]
-        logits = engine.model.logits(engine.model(tokens[:, :-1]).hidden[0, t.prompt_tokens - 1 :])
-        want, _ = token_logprobs(logits, tokens[0, t.prompt_tokens :])
-        assert np.allclose(want.detach().numpy()[2:], t.logprobs[t.action_mask][2:], atol=1e-5)
-
-
-def test_length_and_stop_are_told_apart() -> None:
-    engine = Engine(load_checkpoint("base"), version=0)
-    engine.submit(group("short", members=1, prompt="Spell this word backward (example: sun -> nus): tide", max_tokens=2))
-    engine.submit(group("long", members=1, prompt="Spell this word backward (example: sun -> nus): tide", max_tokens=16))
-    done = drain(engine)
-    assert done["short", 0].finish is Finish.LENGTH
-    assert done["long", 0].finish is Finish.STOP
-    assert done["long", 0].tokens[-1] == engine.tokenizer.eos
-
-
-def test_a_cancelled_group_leaves_and_the_others_stay() -> None:
-    engine = Engine(model(), version=0, max_batch=6)
-    for name in ("a", "b", "c"):
-        engine.submit(group(name, max_tokens=5))
     engine.step()
-    assert engine.cancel("a") == 3
-    assert engine.cancel("c") == 3
-    assert engine.cancel("a") == 0
-    assert {key[0] for key in drain(engine)} == {"b"}
+    engine.load(1, weights(1), recompute=True)
+    new = policy(1)
+    cache = engine._cache
+    assert cache is not None
+    for i, row in enumerate(engine._rows):
+        with torch.no_grad():
+            alone = new(torch.tensor([row.prompt + row.tokens[:-1]])).cache
+        for held, want in zip(cache.layers, alone.layers, strict=True):
+            if isinstance(held, KdaState):
+                assert isinstance(want, KdaState)
+                torch.testing.assert_close(held.state[i], want.state[0], rtol=0, atol=1e-5)
+                torch.testing.assert_close(held.tail[i], want.tail[0], rtol=0, atol=1e-5)
+            else:
+                assert isinstance(want, MlaRows)
+                torch.testing.assert_close(held.rows[i][cache.valid[i]], want.rows[0], rtol=0, atol=1e-5)
+    done = finish_all(engine)
+    for t in done.values():
+        made_by_new = t.versions[t.action_mask] == 1
+        assert made_by_new.any()
+        ours, theirs = recomputed(new, t)[made_by_new], t.logprobs[t.action_mask][made_by_new]
+        assert k3(ours, theirs) < 1e-10, "with recomputed caches, new tokens are exactly the new policy's"
 
 
-def test_a_group_larger_than_the_batch_still_runs() -> None:
-    engine = Engine(model(), version=0, max_batch=2)
-    engine.submit(group("big", members=5))
-    assert len(drain(engine)) == 5
+def test_loading_while_idle_and_recomputing_without_rows_is_plain_replacement() -> None:
+    engine = Engine(policy(0), version=0)
+    engine.load(3, weights(1), recompute=True)
+    engine.submit(group(0))
+    done = finish_all(engine)
+    fresh = Engine(policy(1), version=3)
+    fresh.submit(group(0))
+    for key, t in finish_all(fresh).items():
+        assert completion(done[key]) == completion(t)
+        assert done[key].oldest_version == 3
 
 
-def test_sampling_follows_the_distribution_and_never_picks_the_impossible() -> None:
-    logits = torch.tensor([[1.0, 0.0, -1.0, float("-inf"), 0.5]])
-    n = 20_000
-    draws = uniforms(np.full(n, member_key(0, "g", 0), dtype=np.uint64), np.arange(n))
-    tokens, logp = sample(logits.expand(n, -1), 1.0, draws)
-    p = torch.softmax(logits[0], 0).numpy()
-    counts = np.bincount(tokens.numpy(), minlength=5)
-    assert counts[3] == 0
-    live = p > 0
-    chi = (((counts - n * p)[live]) ** 2 / (n * p)[live]).sum()
-    assert chi < 20  # 3 degrees of freedom: beyond 20 once in 6,000 seeds, and the seed is fixed
-    assert torch.allclose(logp, torch.log_softmax(logits[0], 0)[tokens])
+def test_a_cancelled_group_is_forgotten_and_the_others_do_not_notice() -> None:
+    alone = sampled([group(0), group(2)], dtype=torch.float64)
+    engine = Engine(policy(dtype=torch.float64), version=0, max_batch=7)
+    for i in range(4):
+        engine.submit(group(i))
+    engine.step()
+    running = sum(row.group.group == "g00000001" for row in engine._rows)
+    assert engine.cancel("g00000001") == running > 0
+    assert engine.cancel("g00000003") == 3, "a waiting one too"
+    assert engine.cancel("g00000001") == 0
+    done = finish_all(engine)
+    assert all(name in ("g00000000", "g00000002") for name, _ in done)
+    assert all(completion(t) == completion(alone[key]) for key, t in done.items())
 
 
-def test_draws_are_uniform_and_differ_by_member_and_position() -> None:
-    keys = np.array([member_key(s, f"g{g}", m) for s in range(2) for g in range(5) for m in range(5)], dtype=np.uint64)
-    grid = np.stack([uniforms(keys, np.full(len(keys), p)) for p in range(100)])
-    assert ((grid >= 0) & (grid < 1)).all()
-    assert len(np.unique(grid)) == grid.size
-    assert abs(grid.mean() - 0.5) < 0.02
-    assert np.array_equal(grid[3], uniforms(keys, np.full(len(keys), 3)))
+def test_cancelling_everything_leaves_an_idle_engine_that_works() -> None:
+    engine = Engine(policy(), version=0)
+    engine.submit(group(0, max_tokens=50))
+    engine.step()
+    engine.cancel("g00000000")
+    assert engine.idle
+    assert engine.step() == []
+    engine.submit(group(1))
+    assert len(finish_all(engine)) == 3
+
+
+def test_submitting_no_members_is_nothing() -> None:
+    engine = Engine(policy(), version=0)
+    engine.submit(group(0), members=[])
+    assert engine.idle
+
+
+def test_reaching_max_tokens_is_length_and_the_end_token_is_stop() -> None:
+    done = sampled([group(i, members=8, max_tokens=40) for i in range(3)])
+    finishes = {t.finish for t in done.values()}
+    assert finishes == {Finish.STOP, Finish.LENGTH}, "the case must show both"
+    for t in done.values():
+        tokens = completion(t)
+        if t.finish is Finish.STOP:
+            assert tokens[-1] == 257
+            assert 257 not in tokens[:-1]
+        else:
+            assert len(tokens) == 40
+            assert 257 not in tokens
+        assert t.text == Engine(policy(), version=0).tokenizer.decode(tokens)
+    one = sampled([group(0, max_tokens=1)])
+    assert all(len(completion(t)) == 1 for t in one.values())
+
+
+def test_routes_are_recorded_for_every_token_but_the_last() -> None:
+    groups = [group(0, members=2), group(1, members=3)]
+    done = sampled(groups, record_routes=True, max_batch=4)
+    for t in done.values():
+        assert t.routes is not None
+        assert t.routes.shape == (len(t.tokens), 2, 2), "three layers, the first dense"
+        assert t.routes.dtype == np.int16
+        assert (t.routes[-1] == -1).all()
+        assert ((t.routes[:-1] >= 0) & (t.routes[:-1] < 6)).all()
+        with torch.no_grad():
+            want = policy()(torch.from_numpy(t.tokens.astype(np.int64))[None, :-1]).routes[0]
+        assert np.array_equal(t.routes[:-1], want.numpy())
+    assert all(t.routes is None for t in sampled(groups).values())
+
+
+def test_greedy_decoding_takes_the_most_probable_token_and_reports_its_probability() -> None:
+    done = sampled([group(0, members=2, temperature=0.7)], greedy_decoding=True)
+    one, two = done.values()
+    assert completion(one) == completion(two)
+    model = policy()
+    tokens = torch.from_numpy(one.tokens.astype(np.int64))[None]
+    with torch.no_grad():
+        best = model.logits(model(tokens[:, :-1]).hidden[0, one.prompt_tokens - 1 :]).argmax(-1)
+    assert best.tolist() == completion(one)
+    assert k3(recomputed(model, one), one.logprobs[one.action_mask]) < 1e-10
+
+
+def test_weights_that_do_not_fit_are_refused_and_the_engine_goes_on_with_the_old_ones() -> None:
+    engine = Engine(policy(), version=0)
+    engine.submit(group(0))
+    engine.step()
+    broken = weights(1)
+    broken["model.norm.weight"] = torch.zeros(3)
+    with pytest.raises(Exception, match=r"model\.norm\.weight"):
+        engine.load(1, broken)
+    done = finish_all(engine)
+    assert all((t.versions[t.action_mask] == 0).all() for t in done.values())
+    assert all(k3(recomputed(policy(), t), t.logprobs[t.action_mask]) < 1e-10 for t in done.values())
+
+
+def test_an_engine_can_be_loaded_from_inference_weights() -> None:
+    """Weights that were exported under inference mode are copied, not kept."""
+    with torch.inference_mode():
+        state = weights(1)
+    engine = Engine(policy(0), version=0)
+    engine.load(1, state)
+    model = policy(0)
+    load_state(model, state)
+    assert all(torch.equal(a, b) for a, b in zip(engine.model.parameters(), model.parameters(), strict=True))
