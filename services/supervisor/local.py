@@ -19,7 +19,7 @@ from pathlib import Path
 import structlog
 
 from driftline.messages.bus import Bus
-from driftline.messages.errors import DriftlineError
+from driftline.messages.errors import BrokerUnavailable, DriftlineError
 from driftline.messages.subjects import Subjects
 from driftline.policy_store.manifest import PolicyHead
 from driftline.services.config import Config
@@ -52,6 +52,7 @@ class Ending(Enum):
 
     FINISHED = 0
     FAILED = 1
+    NO_BROKER = 3
     STOPPED = 130
 
 
@@ -94,6 +95,8 @@ class LocalRun:
                 ending = await self._with_broker()
             except* DriftlineError as failures:
                 self._failure = "\n".join(_leaves(failures))
+                if failures.split(BrokerUnavailable)[1] is None:
+                    ending = Ending.NO_BROKER
                 log.error("run failed", cause=self._failure)
         wall_s = time.monotonic() - self._started
         await asyncio.to_thread(self._write, ending, wall_s)
@@ -195,10 +198,11 @@ class LocalRun:
         summary = summarise(self.picture, self._config, wall_s)
         write_summary(summary, self._folder.summary)
         end = self.picture.finished
+        failed = f"Failed:\n\n```\n{self._failure}\n```\n"
         sentence = {
             Ending.FINISHED: f"Finished: {end.reason}." if end and end.reason else "Finished.",
             Ending.STOPPED: "Stopped by a person before the end.",
-            Ending.FAILED: f"Failed:\n\n```\n{self._failure}\n```\n",
+            Ending.FAILED: failed, Ending.NO_BROKER: failed,
         }[ending]
         self._folder.report.write_text(report(self.picture, self._config, summary, sentence))
         draw_curves(self.picture, self._folder.curves)
