@@ -8,7 +8,7 @@ import pytest
 import torch
 from model_cases import random_model, random_tokens, small
 
-from driftline.models.attention import MlaAttention
+from driftline.models.attention import MlaAttention, RMSNorm
 from driftline.models.cache import Cache, KdaState, MlaRows
 from driftline.models.model import K3ForCausalLM
 
@@ -168,6 +168,14 @@ def test_the_absorbed_form_equals_keys_and_values_written_out() -> None:
     p = score.masked_fill(~visible[:, None], -torch.inf).softmax(-1)
     o = (p @ kv[..., nope:]).transpose(1, 2).reshape(2, 7, -1) * torch.sigmoid(layer.g_proj(x))
     torch.testing.assert_close(got, layer.o_proj(o), rtol=0, atol=1e-13)
+
+
+def test_the_inner_norms_of_mla_have_the_releases_own_epsilon(model: K3ForCausalLM) -> None:
+    """1e-6, the class default of the release's code, where every other norm has rms_norm_eps."""
+    assert model.config.rms_norm_eps == 1e-5
+    for name, module in model.named_modules():
+        if isinstance(module, RMSNorm):
+            assert module.eps == (1e-6 if name.endswith(("q_a_layernorm", "kv_a_layernorm")) else 1e-5), name
 
 
 @torch.no_grad()
