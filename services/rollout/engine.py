@@ -1,7 +1,7 @@
 """The engine: continuous batching on one model, a version stamp on every token, weights replaced between decode steps.
 
-Guarantees: a token's version is that of the weights that made its logits; a member's tokens depend on (weights, group, member) and not on what else is in
-the batch; members of a group share one prefill of their prompt. No I/O and no clock of its own: `submit` work, `step`, take what finished.
+Guarantees: a token's version is that of the weights that made its logits; a member's draws depend on (run seed, group, member,
+position) alone, so its tokens depend on what else is in the batch only through rounding (exact invariance needs batch-invariant kernels); members of a group share one prefill of their prompt. No I/O and no clock of its own: `submit` work, `step`, take what finished.
 
 A new version meets running rows in one of three ways: IN_FLIGHT goes on with the rows' caches (their stamps say which version made which token), INTERRUPT
 recomputes the caches under the new weights, DRAIN is the caller's: it loads only when `active` is zero.
