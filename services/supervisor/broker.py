@@ -54,8 +54,8 @@ class EmbeddedBroker:
                 raise self.server.failure() or BrokerUnavailable("died too often", field="nats-server", value=self.url)
             log.warning("nats-server died, starting it again", exit_code=code, after_s=decision.after_s)
             await asyncio.sleep(decision.after_s)
+            self.restarts += 1  # first: services may reconnect and end the run before the start is confirmed
             await self._start()
-            self.restarts += 1
 
     async def _start(self) -> None:
         await self._unguard()
