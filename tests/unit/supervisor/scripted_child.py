@@ -25,13 +25,14 @@ from driftline.services.runtime import finished
 
 
 def second_life(folder: Path) -> None:
-    file = folder / "flaky.pids"
-    while (folder / "flaky is expected").exists() and not (file.exists() and len(file.read_text().splitlines()) >= 2):
-        time.sleep(0.01)
+    for expected in folder.glob("* is expected"):
+        file = folder / f"{expected.name.removesuffix(' is expected')}.pids"
+        while not (file.exists() and len(file.read_text().splitlines()) >= 2):
+            time.sleep(0.01)
 
 
 async def learner(bus: NatsBus, run: str, folder: Path) -> None:
-    """Two steps of a run, with everything a picture is made of, then the end; not before `flaky` had its second life."""
+    """Two steps of a run, with everything a picture is made of, then the end; not before those that are expected to had their second life."""
     await asyncio.to_thread(second_life, folder)
     subjects = Subjects(run)
     for index, how in enumerate((Outcome.TRAINED, Outcome.TRAINED, Outcome.STALE)):

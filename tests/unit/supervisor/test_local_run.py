@@ -125,6 +125,7 @@ async def test_one_interrupt_drains_and_still_writes_the_summary(tmp_path: Path)
 
 
 async def test_the_embedded_broker_is_started_again_when_it_dies(tmp_path: Path) -> None:
+    (tmp_path / "broker-killer is expected").touch()
     config, folder = trial(tmp_path)
     local = LocalRun(config, folder, Notes(), policy=QUICK)
     seen: list[str] = []
