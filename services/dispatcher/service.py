@@ -14,11 +14,12 @@ from typing import Protocol
 import structlog
 
 from driftline.messages.bus import Bus, PubAck
-from driftline.messages.errors import BrokerFull, HeadConflict
+from driftline.messages.errors import HeadConflict
 from driftline.messages.subjects import Subjects
 from driftline.messages.types import Admitted, Group, Message, OutcomeEvent, Task
 from driftline.services.config import Config
 from driftline.services.dispatcher.admission import AdmissionState, capacity, fold, group_id
+from driftline.services.publishing import publish_patiently
 from driftline.services.runtime import finished
 from driftline.services.telemetry import Reporter
 
@@ -123,17 +124,8 @@ class DispatcherService:
 
     async def _publish(self, subject: str, message: Message, id: str, *, expect_last: int | None = None) -> PubAck:
         """Publish, waiting for a full stream to drain: back-pressure belongs here, where nothing is leased yet."""
-        pause = 0.02
-        deadline = time.monotonic() + self._config.dispatcher.full_wait_s
-        while True:
-            try:
-                return await self._bus.publish(subject, message, id=id, expect_last=expect_last)
-            except BrokerFull:
-                if time.monotonic() + pause > deadline:
-                    raise
-                log.warning("broker is full, waiting", subject=subject, pause_s=pause)
-                await asyncio.sleep(pause)
-                pause = min(pause * 2, 2.0)
+        wait_s = self._config.dispatcher.full_wait_s
+        return await publish_patiently(self._bus, subject, message, id=id, wait_s=wait_s, expect_last=expect_last)
 
     async def _report(self) -> None:
         while True:
