@@ -24,6 +24,7 @@ from driftline.messages.leases import Leases, lease
 from driftline.messages.memory import MemoryBroker, MemoryBus
 from driftline.messages.nats_bus import NatsBus
 from driftline.messages.nats_connection import Credentials
+from driftline.messages.recording import RecordedGroup, load_batch, store_batch
 from driftline.messages.registry import register
 from driftline.messages.server import NatsServer
 from driftline.messages.subjects import (
@@ -42,10 +43,12 @@ from driftline.messages.types import (
     Finish,
     Graded,
     Group,
+    LearnerOwner,
     Message,
     Metrics,
     Outcome,
     OutcomeEvent,
+    Retried,
     RunFinished,
     Sampling,
     Task,
@@ -74,6 +77,7 @@ __all__ = [
     "Group",
     "HeadConflict",
     "IntegrityError",
+    "LearnerOwner",
     "LeaseLost",
     "Leases",
     "MalformedMessage",
@@ -88,7 +92,9 @@ __all__ = [
     "PayloadTooLarge",
     "PubAck",
     "Raw",
+    "RecordedGroup",
     "Retention",
+    "Retried",
     "RunFinished",
     "Sampling",
     "Stored",
@@ -106,8 +112,10 @@ __all__ = [
     "get_blob",
     "has_blob",
     "lease",
+    "load_batch",
     "put_blob",
     "register",
+    "store_batch",
     "stream_name",
     "topology",
 ]

@@ -23,6 +23,8 @@ from driftline.messages.types import Message
 __all__ = [
     "CHUNK_BYTES",
     "CLAIM_ABOVE",
+    "CLAIM_SPACE",
+    "POLICY_SPACE",
     "BlobRef",
     "Chunks",
     "Claim",
@@ -38,6 +40,9 @@ CHUNK_BYTES: Final = 512 * KIB
 CLAIM_ABOVE: Final = 512 * KIB
 WINDOW: Final = 16  # 8 MiB in flight: throughput is flat from here on, and the server's ingest queue stays far from its limit
 MAX_BLOB_BYTES: Final = 64 * 1024 * 1024 * KIB
+# Apart, so that who may send a large message may not touch the bytes of a policy.
+POLICY_SPACE: Final = "blob"
+CLAIM_SPACE: Final = "claim"
 
 
 class Chunks(Protocol):
@@ -76,8 +81,10 @@ def blob_digest(data: bytes | memoryview) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
-async def put_blob(bus: Chunks, run: str, data: bytes | memoryview, *, digest: str | None = None) -> BlobRef:
-    """Store `data` in the run's blob stream; returns when every chunk is durable. `digest`: of `data`, if already known."""
+async def put_blob(
+    bus: Chunks, run: str, data: bytes | memoryview, *, digest: str | None = None, space: str = POLICY_SPACE
+) -> BlobRef:
+    """Store `data` in the run's stream for `space`; returns when every chunk is durable. `digest`: of `data`, if already known."""
     view = memoryview(data).cast("B")
     if len(view) > MAX_BLOB_BYTES:
         raise PayloadTooLarge(f"the limit is {MAX_BLOB_BYTES} bytes", field="blob", value=len(view))
@@ -86,7 +93,7 @@ async def put_blob(bus: Chunks, run: str, data: bytes | memoryview, *, digest: s
 
     async def put(index: int) -> None:
         try:
-            await _put_chunk(bus, names, ref, index, bytes(view[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES]))
+            await _put_chunk(bus, names, space, ref, index, bytes(view[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES]))
         finally:
             window.release()
 
@@ -94,7 +101,7 @@ async def put_blob(bus: Chunks, run: str, data: bytes | memoryview, *, digest: s
     return ref
 
 
-async def get_blob(bus: Chunks, run: str, ref: BlobRef) -> bytes:
+async def get_blob(bus: Chunks, run: str, ref: BlobRef, *, space: str = POLICY_SPACE) -> bytes:
     """The blob's bytes. Raises IntegrityError if a chunk is missing or the digest does not match."""
     if not 0 <= ref.size <= MAX_BLOB_BYTES or ref.chunks != -(-ref.size // CHUNK_BYTES):
         raise IntegrityError("its size and chunks disagree", field="blob", value=ref)
@@ -103,7 +110,7 @@ async def get_blob(bus: Chunks, run: str, ref: BlobRef) -> bytes:
 
     async def get(index: int) -> None:
         try:
-            chunk = await bus.get_bytes(names.stream("BLOB"), names.blob(ref.digest, index))
+            chunk = await bus.get_bytes(_stream(names, space), names.chunk(space, ref.digest, index))
             want = min(CHUNK_BYTES, ref.size - index * CHUNK_BYTES)
             if chunk is None or len(chunk) != want:
                 found = "missing" if chunk is None else f"{len(chunk)} bytes, not {want}"
@@ -119,14 +126,14 @@ async def get_blob(bus: Chunks, run: str, ref: BlobRef) -> bytes:
     return whole
 
 
-async def has_blob(bus: Chunks, run: str, ref: BlobRef) -> bool:
+async def has_blob(bus: Chunks, run: str, ref: BlobRef, *, space: str = POLICY_SPACE) -> bool:
     """Whether every chunk is stored: a writer that died may have left any subset of them."""
     names, window = Subjects(run), asyncio.Semaphore(WINDOW)
     missing: list[int] = []
 
     async def look(index: int) -> None:
         try:
-            if await bus.get_bytes(names.stream("BLOB"), names.blob(ref.digest, index)) is None:
+            if await bus.get_bytes(_stream(names, space), names.chunk(space, ref.digest, index)) is None:
                 missing.append(index)
         finally:
             window.release()
@@ -135,15 +142,19 @@ async def has_blob(bus: Chunks, run: str, ref: BlobRef) -> bool:
     return not missing
 
 
-async def delete_blob(bus: Chunks, run: str, ref: BlobRef) -> None:
+async def delete_blob(bus: Chunks, run: str, ref: BlobRef, *, space: str = POLICY_SPACE) -> None:
     names = Subjects(run)
-    await bus.purge(names.stream("BLOB"), f"{names.root}.blob.{ref.digest}.*")
+    await bus.purge(_stream(names, space), names.chunk(space, ref.digest, "*"))
 
 
-async def _put_chunk(bus: Chunks, names: Subjects, ref: BlobRef, index: int, chunk: bytes) -> None:
-    subject, id = names.blob(ref.digest, index), f"{names.run}/blob/{ref.digest}/{index}"
+def _stream(names: Subjects, space: str) -> str:
+    return names.stream(space.partition(".")[0].upper())
+
+
+async def _put_chunk(bus: Chunks, names: Subjects, space: str, ref: BlobRef, index: int, chunk: bytes) -> None:
+    subject, id = names.chunk(space, ref.digest, index), f"{names.run}/{space}/{ref.digest}/{index}"
     ack = await bus.publish_bytes(subject, chunk, id=id)
-    if ack.duplicate and await bus.get_bytes(names.stream("BLOB"), subject) is None:
+    if ack.duplicate and await bus.get_bytes(_stream(names, space), subject) is None:
         # Deleted and put again within the duplicate window: the broker remembers the id, but not the bytes.
         await bus.publish_bytes(subject, chunk, id=f"{id}/{uuid.uuid4().hex}")
 

@@ -1,6 +1,6 @@
 """Between a message and the bytes a stream holds: encoding, and the claim check for what is too large for a stream.
 
-A frame above `CLAIM_ABOVE` is put into the run's blob stream and a `Claim` is stored in its place; opening a claim reads it
+A frame above `CLAIM_ABOVE` is put into the run's claim stream and a `Claim` is stored in its place; opening a claim reads it
 back. Both buses share this, so a service cannot tell. Frames above a megabyte are coded in a thread.
 """
 
@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 from typing import Final
 
-from driftline.messages.blobs import CLAIM_ABOVE, Chunks, Claim, get_blob, put_blob
+from driftline.messages.blobs import CLAIM_ABOVE, CLAIM_SPACE, Chunks, Claim, delete_blob, get_blob, put_blob
 from driftline.messages.codec import MAX_DECODED_BYTES, decode, encode
 from driftline.messages.dead_letters import run_of
 from driftline.messages.errors import MalformedMessage
 from driftline.messages.types import Message
 
-__all__ = ["claim_in", "open_frame", "prepare"]
+__all__ = ["claim_in", "drop_claim", "open_frame", "prepare"]
 
 _IN_THREAD_ABOVE: Final = 1024 * 1024
 _CLAIM_MARK: Final = b"\x83\xa1s\xa5claim"  # how a claim's map begins: do not decode every message twice to look for one
@@ -26,7 +26,7 @@ async def prepare(bus: Chunks, message: Message) -> tuple[bytes, dict[str, str]]
     name = message.schema_name
     frame = encode(message)
     if len(frame) > CLAIM_ABOVE:
-        ref = await put_blob(bus, message.run, frame)
+        ref = await put_blob(bus, message.run, frame, space=CLAIM_SPACE)
         claim = Claim(run=message.run, schema_of=name, digest=ref.digest, size=ref.size, chunks=ref.chunks)
         frame = encode(claim)
     return frame, {"Dl-Schema": f"{name}/{message.schema_version}"}
@@ -42,7 +42,7 @@ async def open_frame(bus: Chunks, subject: str, data: bytes) -> Message:
             raise MalformedMessage("a claim on another run's blob", field="run", value=message.run)
         if message.size > MAX_DECODED_BYTES:
             raise MalformedMessage(f"the limit is {MAX_DECODED_BYTES} bytes", field="claim size", value=message.size)
-        message = await _decode(await get_blob(bus, run, message.ref))
+        message = await _decode(await get_blob(bus, run, message.ref, space=CLAIM_SPACE))
         if isinstance(message, Claim):
             raise MalformedMessage("a claim on a claim", field="claim", value=message.digest)
     return message
@@ -57,6 +57,11 @@ def claim_in(data: bytes) -> Claim | None:
     except MalformedMessage:
         return None
     return message if isinstance(message, Claim) else None
+
+
+async def drop_claim(bus: Chunks, claim: Claim) -> None:
+    """The message is acknowledged: nobody will open its claim again."""
+    await delete_blob(bus, claim.run, claim.ref, space=CLAIM_SPACE)
 
 
 async def _decode(data: bytes) -> Message:

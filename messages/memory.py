@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator
 from typing import Self
 
 from driftline.messages import frames
-from driftline.messages.blobs import delete_blob
 from driftline.messages.bus import Delivery, Depth, PubAck, Stored
 from driftline.messages.dead_letters import Raw, dead_headers, dead_id, dead_subject
 from driftline.messages.errors import (
@@ -260,7 +259,7 @@ class _MemoryDelivery:
         stream = self._consumer.stream
         claim = frames.claim_in(self._raw.data)
         if claim is not None and stream.spec.retention is Retention.WORK_QUEUE:
-            await delete_blob(self._bus, claim.run, claim.ref)
+            await frames.drop_claim(self._bus, claim)
 
     async def nak(self, delay_s: float = 0.0) -> None:
         self._end()

@@ -19,7 +19,6 @@ import structlog
 from nats.aio.msg import Msg
 
 from driftline.messages import frames, nats_follow
-from driftline.messages.blobs import delete_blob
 from driftline.messages.bus import Delivery, Depth, PubAck, Stored
 from driftline.messages.dead_letters import Raw, dead_headers, dead_id, dead_subject
 from driftline.messages.errors import (
@@ -195,7 +194,7 @@ class NatsBus:
         if claim is None or not await self._is_work_queue(stream):
             return
         try:
-            await delete_blob(self, claim.run, claim.ref)
+            await frames.drop_claim(self, claim)
         except (BrokerUnavailable, BrokerFull) as error:
             log.warning("a claimed blob was left behind", subject=subject, digest=claim.digest, error=str(error))
 

@@ -52,10 +52,12 @@ def registered() -> dict[tuple[str, int], type[Message]]:
 for _cls in (
     types.Group,
     types.Admitted,
+    types.Retried,
     types.Trajectory,
     types.Graded,
     types.OutcomeEvent,
     types.RunFinished,
+    types.LearnerOwner,
     types.Metrics,
     types.EvalResult,
 ):

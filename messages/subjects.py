@@ -90,6 +90,9 @@ class Subjects:
     def outcome(self, group: str) -> str:
         return f"{self.root}.ledger.outcome.{group}"
 
+    def retried(self, group: str, attempt: int) -> str:
+        return f"{self.root}.ledger.retried.{group}.{attempt}"
+
     @property
     def ledger(self) -> str:
         return f"{self.root}.ledger.>"
@@ -101,12 +104,18 @@ class Subjects:
     def manifest(self, version: int) -> str:
         return f"{self.root}.policy.manifest.{version}"
 
-    def blob(self, digest: str, chunk: int) -> str:
-        return f"{self.root}.blob.{digest}.{chunk}"
+    def chunk(self, space: str, digest: str, index: int | str) -> str:
+        """A chunk of a blob. `space` is where blobs of its kind live: `blob` (policies), `claim` (large messages), `record.<n>`."""
+        return f"{self.root}.{space}.{digest}.{index}"
 
     @property
     def finished(self) -> str:
         return f"{self.root}.control.finished"
+
+    @property
+    def learner(self) -> str:
+        """Which process is the learner."""
+        return f"{self.root}.control.learner"
 
     def metrics(self, service: str) -> str:
         return f"{self.root}.metrics.{service}"
@@ -118,11 +127,13 @@ class Subjects:
         return f"{self.root}.dead.{kind}"
 
     def stream(self, plane: str) -> str:
-        """Stream name of a plane: GROUPS, TRAJECTORIES, GRADED, LEDGER, POLICY, BLOB, CONTROL, METRICS, EVAL, DEAD."""
+        """Stream name of a plane: GROUPS, TRAJECTORIES, GRADED, LEDGER, POLICY, BLOB, CLAIM, RECORD, CONTROL, METRICS, EVAL, DEAD."""
         return stream_name(self.run, plane)
 
 
-def topology(run: str, *, queue_bytes: int = 256 * MIB, blob_bytes: int = 4096 * MIB) -> Topology:
+def topology(
+    run: str, *, queue_bytes: int = 256 * MIB, blob_bytes: int = 4096 * MIB, record_bytes: int = 1024 * MIB
+) -> Topology:
     """The streams and consumers of `run`."""
     s = Subjects(run)
     work, limits, new, old = Retention.WORK_QUEUE, Retention.LIMITS, Discard.NEW, Discard.OLD
@@ -139,6 +150,9 @@ def topology(run: str, *, queue_bytes: int = 256 * MIB, blob_bytes: int = 4096 *
         stream("LEDGER", (f"{r}.ledger.>",), limits, new, queue_bytes),
         stream("POLICY", (f"{r}.policy.>",), limits, new, queue_bytes),
         stream("BLOB", (f"{r}.blob.>",), limits, new, blob_bytes),
+        stream("CLAIM", (f"{r}.claim.>",), limits, new, 4 * queue_bytes),
+        # What was trained, for replay and for a learner's recovery: the oldest goes when it is full, the run never stops for it.
+        stream("RECORD", (f"{r}.record.>",), limits, old, record_bytes),
         stream("CONTROL", (f"{r}.control.>",), limits, old, MIB, max_msgs_per_subject=8),
         stream("METRICS", (f"{r}.metrics.>",), limits, old, 64 * MIB),
         stream("EVAL", (f"{r}.eval.>",), limits, new, 16 * MIB),

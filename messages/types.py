@@ -24,10 +24,12 @@ __all__ = [
     "Finish",
     "Graded",
     "Group",
+    "LearnerOwner",
     "Message",
     "Metrics",
     "Outcome",
     "OutcomeEvent",
+    "Retried",
     "RunFinished",
     "Sampling",
     "Task",
@@ -94,7 +96,11 @@ class Sampling(_Frozen):
 
 
 class Group(Message):
-    """n rollouts of one task. `group` is the id (subject-safe); `index` is the dispatcher's cursor position."""
+    """n rollouts of one task. `group` is the id (subject-safe); `index` is the dispatcher's cursor position.
+
+    A group whose deadline passed may be queued again: `attempt` counts from 0, and `wanted` names the members still missing
+    (empty: all). The members' randomness does not depend on the attempt.
+    """
 
     schema_name: ClassVar[str] = "group"
 
@@ -105,12 +111,35 @@ class Group(Message):
     sampling: Sampling = Sampling()
     seed: int = 0
     deadline_s: float = Field(default=600.0, gt=0)
+    attempt: int = Field(default=0, ge=0)
+    wanted: tuple[int, ...] = ()
+
+    @model_validator(mode="after")
+    def _wanted_members_exist(self) -> Self:
+        if any(not 0 <= member < self.members for member in self.wanted) or len(set(self.wanted)) != len(self.wanted):
+            raise ValueError(f"wanted = {list(self.wanted)}: different members of a group of {self.members}")
+        return self
+
+    @property
+    def to_sample(self) -> tuple[int, ...]:
+        """The members this message asks for: those of a retry, or all."""
+        return self.wanted or tuple(range(self.members))
 
 
 class Admitted(Message):
     """Ledger event: the dispatcher put a group into the loop. Carries the group, so the ledger alone can rebuild it."""
 
     schema_name: ClassVar[str] = "admitted"
+
+    group: Group
+    at: float
+
+
+class Retried(Message):
+    """Ledger event: the learner queued the missing members of a group again, after its deadline. `group.attempt` is the new
+    attempt and `group.wanted` its members; the deadline counts from `at`."""
+
+    schema_name: ClassVar[str] = "retried"
 
     group: Group
     at: float
@@ -217,7 +246,9 @@ class Outcome(StrEnum):
 
 
 class OutcomeEvent(Message):
-    """Ledger event: a group ended. `version` is the version that consumed it (trained) or was about to be produced."""
+    """Ledger event: a group ended, and with it each of its members. `version` is the version that consumed it (trained) or
+    was about to be produced. `arrived` are the members that had come, `trained` those a version was trained on; the others
+    ended with the group, for its reason."""
 
     schema_name: ClassVar[str] = "outcome"
 
@@ -229,16 +260,35 @@ class OutcomeEvent(Message):
     members: int = 0
     reward_mean: float | None = None
     at: float = 0.0
+    arrived: tuple[int, ...] = ()
+    trained: tuple[int, ...] = ()
 
 
 class RunFinished(Message):
-    """Control event: the learner has produced its last version; everyone drains and exits 0."""
+    """Control event: the learner has produced its last version; everyone drains and exits 0. `failed`: the run was given up,
+    for `reason`."""
 
     schema_name: ClassVar[str] = "finished"
 
     version: int
     reason: str
     at: float = 0.0
+    failed: bool = False
+
+
+class LearnerOwner(Message):
+    """Control event: which process is the run's learner. `epoch` grows with every owner; the same owner renews by repeating
+    it with a larger `beat`. A later epoch fences every earlier one off."""
+
+    schema_name: ClassVar[str] = "learner_owner"
+
+    epoch: int = Field(ge=1)
+    beat: int = Field(ge=0)
+    host: str
+    pid: int
+    boot: str = ""
+    at: float = 0.0
+    released: bool = False
 
 
 class Metrics(Message):

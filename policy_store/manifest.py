@@ -137,7 +137,8 @@ class Manifest(Message):
 
     `parent` is the version it follows (None: the first). `chain` are the links from the newest full before this version up to
     the parent, so any version is found in one hop per full. `delta` is against the parent, `full` needs nothing; one of them at
-    least is present. `shard_digests` uint8 [shards, 16] are of the result. `consumed` names what the step was trained on.
+    least is present. `shard_digests` uint8 [shards, 16] are of the result. `consumed` names what the step was trained on,
+    and `batch` the blob in the record stream that holds it (None for version 0, or where nothing was recorded).
     """
 
     schema_name: ClassVar[str] = "manifest"
@@ -153,6 +154,7 @@ class Manifest(Message):
     full: Encoding | None
     learner_step: int
     consumed: tuple[str, ...]
+    batch: Pack | None = None
     numerics: dict[str, Any]
     at: float
     seal: str = ""

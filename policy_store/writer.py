@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from driftline.messages.blobs import BlobRef
 from driftline.messages.bus import Bus
 from driftline.messages.errors import ConfigError, HeadConflict, IntegrityError
 from driftline.messages.subjects import Subjects
@@ -25,6 +26,7 @@ from driftline.policy_store.manifest import (
     Encoding,
     Link,
     Manifest,
+    Pack,
     PolicyHead,
     TensorEntry,
     manifest_subject,
@@ -98,6 +100,7 @@ class PolicyWriter:
         learner_step: int,
         consumed: Sequence[str] = (),
         numerics: Mapping[str, Any] | None = None,
+        batch: BlobRef | None = None,
     ) -> Manifest:
         """Make `state` the policy. It must not change until this returns; afterwards it is the caller's again.
 
@@ -106,7 +109,7 @@ class PolicyWriter:
         """
         async with self._one:
             self._check(state, version)
-            manifest = await self._store(state, version, learner_step, tuple(consumed), dict(numerics or {}))
+            manifest = await self._store(state, version, learner_step, tuple(consumed), dict(numerics or {}), batch)
             # From here on the head may have moved without this process hearing of it.
             self._ready = False
             self._head_seq = await self._move_head(manifest)
@@ -125,7 +128,7 @@ class PolicyWriter:
                                remedy=f"the next version is {self.version + 1}")
 
     async def _store(self, state: State, version: int, learner_step: int, consumed: tuple[str, ...],
-                     numerics: dict[str, Any]) -> Manifest:
+                     numerics: dict[str, Any], batch: BlobRef | None) -> Manifest:
         """Blobs, then the manifest; both durable on return."""
         parent, delta, full, digests = self._parent, None, None, b""
         if parent is not None:
@@ -134,7 +137,7 @@ class PolicyWriter:
         if parent is None or self._full_is_due(parent):
             full, digests = await encode_state(state, version, self._blobs, self._workers)
         manifest = _manifest(self.run, state, parent, digests, delta, full, version=version, learner_step=learner_step,
-                             consumed=consumed, numerics=numerics)
+                             consumed=consumed, numerics=numerics, batch=batch)
         await self._bus.publish(manifest_subject(self.run, manifest.link), manifest,
                                 id=f"{self.run}/manifest/{version}/{manifest.seal}")
         return manifest
@@ -181,6 +184,7 @@ def _manifest(
     learner_step: int,
     consumed: tuple[str, ...],
     numerics: dict[str, Any],
+    batch: BlobRef | None,
 ) -> Manifest:
     entries: list[TensorEntry] = []
     first = 0
@@ -203,6 +207,7 @@ def _manifest(
         full=full,
         learner_step=learner_step,
         consumed=consumed,
+        batch=None if batch is None else Pack(digest=batch.digest, size=batch.size, chunks=batch.chunks),
         numerics=numerics,
         at=time.time(),
     ).with_seal()

@@ -25,9 +25,12 @@ from driftline.services.config_text import problems, to_toml
 
 __all__ = [
     "Config",
+    "DeadlinePolicy",
     "Objective",
     "PolicyUpdate",
     "Proximal",
+    "Sandbox",
+    "StalePolicy",
     "StoreKind",
     "in_flight_members",
     "load",
@@ -63,6 +66,31 @@ class Proximal(StrEnum):
     RECOMPUTE = "recompute"
 
 
+class DeadlinePolicy(StrEnum):
+    """What happens to a group that is not complete at its deadline."""
+
+    FAIL_GROUP = "fail_group"
+    TRAIN_PARTIAL = "train_partial"
+    RETRY = "retry"
+
+
+class StalePolicy(StrEnum):
+    """What happens to a group that the next step would make too old: the step waits for it, or it is dropped."""
+
+    WAIT = "wait"
+    DROP = "drop"
+
+
+class Sandbox(StrEnum):
+    """Where rewards run. `auto` takes the strongest that works here."""
+
+    AUTO = "auto"
+    BUBBLEWRAP = "bubblewrap"
+    NAMESPACE = "namespace"
+    RLIMIT = "rlimit"
+    OFF = "off"
+
+
 class StoreKind(StrEnum):
     JETSTREAM = "jetstream"
     DIRECTORY = "directory"
@@ -80,7 +108,11 @@ Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:[0-9]+)?)$")]
 
 
 class RunConfig(_Section):
-    """What the experiment is. `name` is the run's id in every subject, so it is also what a restart resumes."""
+    """What the experiment is. `name` is the run's id in every subject, so it is also what a restart resumes.
+
+    A group that is not complete after `group_deadline_s` is expired, trained with its at least `partial_min_members` members, or
+    queued again up to `group_retries` times, as `deadline_policy` says. `max_failed_groups` in a row end the run as failed (0: never).
+    """
 
     name: str = Field(default="run", min_length=1, max_length=64, pattern=RUN_NAME)
     seed: int = Field(default=0, ge=0, lt=2**31)
@@ -90,16 +122,25 @@ class RunConfig(_Section):
     group_size: int = Field(default=8, ge=1, le=1024)
     dir: str = "runs"
     group_deadline_s: float = Field(default=300.0, gt=0)
+    deadline_policy: DeadlinePolicy = DeadlinePolicy.FAIL_GROUP
+    partial_min_members: int = Field(default=2, ge=1)
+    group_retries: int = Field(default=1, ge=0, le=16)
+    stale_policy: StalePolicy = StalePolicy.WAIT
+    max_failed_groups: int = Field(default=256, ge=0)
     time_limit_s: float = Field(default=0.0, ge=0)
 
 
 class BrokerConfig(_Section):
-    """Where NATS is. An empty `url` means: start a server inside this run."""
+    """Where NATS is. An empty `url` means: start a server inside this run. `credentials` is a file that `driftline keys` made;
+    with one that may not administer the broker, `provision` must be false: streams are then only checked, never declared."""
 
     url: str = ""
     store_dir: str = ""
     queue_bytes: int = Field(default=256 * MIB, ge=MIB)
     blob_bytes: int = Field(default=4096 * MIB, ge=16 * MIB)
+    record_bytes: int = Field(default=1024 * MIB, ge=MIB)
+    credentials: str = ""
+    provision: bool = True
     connect_timeout_s: float = Field(default=10.0, gt=0)
     lost_after_s: float = Field(default=60.0, gt=0)
 
@@ -151,16 +192,24 @@ class RolloutConfig(_Section):
     policy_update: PolicyUpdate = PolicyUpdate.IN_FLIGHT
     threads: int = Field(default=1, ge=1)
     device: Device = "cpu"
+    data_failures: int = Field(default=2, ge=1)
 
 
 class GraderConfig(_Section):
+    """`sandbox` says where rewards run; see docs/operations.md for what each keeps out."""
+
     workers: int = Field(default=1, ge=1)
     deadline_s: float = Field(default=5.0, gt=0)
     memory_mb: int = Field(default=1024, ge=64)
     max_in_flight: int = Field(default=256, ge=1)
+    sandbox: Sandbox = Sandbox.AUTO
 
 
 class LearnerConfig(_Section):
+    """`checkpoint_every` steps the optimizer state is written beside the training; a step waits when more than `max_recompute`
+    steps would have to be computed again after a crash. `lease_s`: how long a learner that is silent still owns the run.
+    `held_bytes` bounds the members held in memory."""
+
     objective: Objective = Objective.GSPO
     lr: float = Field(default=3e-4, gt=0)
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
@@ -184,6 +233,10 @@ class LearnerConfig(_Section):
     max_bad_steps: int = Field(default=8, ge=1)
     probe_members: int = Field(default=32, ge=0)
     min_group_members: int = Field(default=2, ge=1)
+    checkpoint_every: int = Field(default=1, ge=1)
+    max_recompute: int = Field(default=4, ge=1)
+    lease_s: float = Field(default=10.0, ge=1.0)
+    held_bytes: int = Field(default=2048 * MIB, ge=MIB)
 
     @model_validator(mode="after")
     def _icepop_is_an_interval(self) -> Self:
@@ -202,9 +255,10 @@ class EvaluatorConfig(_Section):
 
 
 class PolicyStoreConfig(_Section):
-    """`keep_versions` = 0 collects nothing. `mirror` keeps the newest `mirror_keep` versions as files in the run folder."""
+    """`keep_versions` = 0 collects nothing; version 0 is kept while `keep_start`, so that a recording can start from it. `mirror` keeps the newest `mirror_keep` versions as files in the run folder."""
 
     keep_versions: int = Field(default=20, ge=0)
+    keep_start: bool = True
     mirror: bool = True
     mirror_keep: int = Field(default=2, ge=1)
 
@@ -268,6 +322,17 @@ class Config(BaseModel):
                 "member is always zero and no version would ever be produced",
                 "use at least 2",
             )
+        if run.deadline_policy is DeadlinePolicy.TRAIN_PARTIAL and run.partial_min_members > run.group_size:
+            raise _clash(
+                "run.partial_min_members", run.partial_min_members, f"a group has run.group_size = {run.group_size} members",
+                f"set it to at most {run.group_size}",
+            )
+        if learner.checkpoint_every > learner.max_recompute:
+            raise _clash(
+                "learner.checkpoint_every", learner.checkpoint_every,
+                f"steps would wait for a checkpoint that is not due before learner.max_recompute = {learner.max_recompute}",
+                "make it at most learner.max_recompute",
+            )
         if self.grader.deadline_s >= run.group_deadline_s:
             raise _clash(
                 "grader.deadline_s", self.grader.deadline_s,
@@ -296,6 +361,18 @@ class Config(BaseModel):
                 "run.groups_per_step", run.groups_per_step,
                 f"{what}, but the learner may hold {learner.max_ack_pending} at once: a batch could never complete",
                 "lower run.max_lag, run.groups_per_step or run.group_size",
+            )
+        if self.learner.held_bytes < need:
+            raise _clash(
+                "learner.held_bytes", self.learner.held_bytes, f"{what}, about {need} bytes: a batch could never complete",
+                f"set it to at least {need}, or lower run.max_lag, run.groups_per_step or run.group_size",
+            )
+        per_step = run.groups_per_step * run.group_size * member_bytes(self.sampling)
+        if broker.record_bytes < (self.learner.max_recompute + 1) * per_step:
+            raise _clash(
+                "broker.record_bytes", broker.record_bytes,
+                f"a learner recovers from the last learner.max_recompute = {self.learner.max_recompute} batches, each about {per_step} bytes",
+                f"set it to at least {(self.learner.max_recompute + 1) * per_step}",
             )
         return self
 

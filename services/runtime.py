@@ -90,7 +90,8 @@ Connect = Callable[[Config, str], Awaitable[Bus]]
 
 
 def run_topology(config: Config) -> Topology:
-    return topology(config.run.name, queue_bytes=config.broker.queue_bytes, blob_bytes=config.broker.blob_bytes)
+    broker = config.broker
+    return topology(config.run.name, queue_bytes=broker.queue_bytes, blob_bytes=broker.blob_bytes, record_bytes=broker.record_bytes)
 
 
 async def connect(config: Config, name: str) -> Bus:

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from driftline.commands import audit, dead_letters, keys, replay
+from driftline.commands.common import BROKER, RunName, Url, with_bus
 from driftline.messages.errors import BrokerUnavailable, ConfigError, DriftlineError
 
 if TYPE_CHECKING:
@@ -28,6 +30,8 @@ app = typer.Typer(
 )
 policy = typer.Typer(no_args_is_help=True, help="Look at the versions of a run's policy.")
 app.add_typer(policy, name="policy")
+for _module in (audit, dead_letters, replay, keys):
+    _module.register(app)
 
 RunFile = Annotated[Path, typer.Argument(metavar="FILE", help="The run file (TOML).")]
 ConfigFile = Annotated[Path, typer.Option("--config", help="The run file (TOML).")]
@@ -38,10 +42,6 @@ Overrides = Annotated[
 ]
 Instance = Annotated[str, typer.Option("--instance", help="Which of several this one is, for logs and metrics.")]
 RunDir = Annotated[Path | None, typer.Option("--run-dir", help="Where files of the run are written (runs/<name>).")]
-Url = Annotated[str, typer.Option("--url", help="The broker's address.", envvar="DRIFTLINE_BROKER_URL")]
-RunName = Annotated[str, typer.Argument(metavar="RUN", help="The run's name (run.name).")]
-
-BROKER = "nats://127.0.0.1:4222"
 
 
 def main() -> None:
@@ -167,7 +167,7 @@ async def _watch(name: str, url: str, steps: int, plain: bool) -> None:
                 task.cancel()
         screen.say(f"finished at version {end.version}: {end.reason}")
 
-    await _with_bus(url, body)
+    await with_bus(url, body)
 
 
 @app.command()
@@ -199,23 +199,7 @@ async def _status(name: str, url: str) -> None:
         if picture.finished:
             typer.echo(f"finished at version {picture.finished.version}: {picture.finished.reason}")
 
-    await _with_bus(url, body)
-
-
-async def _with_bus(url: str, body: Callable[[NatsBus], Awaitable[None]]) -> None:
-    """Connect, do it, disconnect; a failure inside a group of tasks comes out as itself."""
-    from driftline.messages.nats_bus import NatsBus
-
-    bus = await NatsBus.connect(url, name="driftline-cli", connect_timeout_s=3.0)
-    try:
-        await body(bus)
-    except* DriftlineError as errors:
-        first: BaseException = errors
-        while isinstance(first, BaseExceptionGroup):
-            first = first.exceptions[0]
-        raise first from None
-    finally:
-        await bus.close()
+    await with_bus(url, body)
 
 
 @app.command()
@@ -294,7 +278,7 @@ async def _with_reader(name: str, url: str, body: Callable[[PolicyReader], Await
 
         await body(PolicyReader(bus, JetStreamBlobs(bus, name), name))
 
-    await _with_bus(url, read)
+    await with_bus(url, read)
 
 
 def _fields(row: object) -> str:

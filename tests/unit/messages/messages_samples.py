@@ -82,6 +82,7 @@ def small_topology(run: str, *, ack_wait_s: float = 30.0, max_deliver: int = 5, 
         work,
         stream("LOG", Retention.LIMITS, Discard.NEW, 64 << 20),
         stream("BLOB", Retention.LIMITS, Discard.NEW, 256 << 20),
+        stream("CLAIM", Retention.LIMITS, Discard.NEW, 256 << 20),
         stream("DEAD", Retention.LIMITS, Discard.OLD, 64 << 20),
         replace(stream("TELEMETRY", Retention.LIMITS, Discard.OLD, 1 << 20), max_msgs=3),
     )

@@ -62,7 +62,7 @@ async def test_a_missing_chunk_is_named(bus: Bus, fresh_run: str) -> None:
     made = small_topology(fresh_run)
     await bus.declare(made)
     ref = await put_blob(bus, fresh_run, os.urandom(3 * CHUNK_BYTES))
-    await bus.purge(made.stream("BLOB"), Subjects(fresh_run).blob(ref.digest, 1))
+    await bus.purge(made.stream("BLOB"), Subjects(fresh_run).chunk("blob", ref.digest, 1))
     with pytest.raises(IntegrityError, match="chunk 1 of 3 is missing"):
         await get_blob(bus, fresh_run, ref)
     assert not await has_blob(bus, fresh_run, ref)
@@ -71,7 +71,7 @@ async def test_a_missing_chunk_is_named(bus: Bus, fresh_run: str) -> None:
 async def test_other_bytes_under_the_digest_are_refused(memory_bus: MemoryBus) -> None:
     await memory_bus.declare(small_topology("r"))
     ref = await put_blob(memory_bus, "r", b"a" * 100)
-    await memory_bus.publish_bytes(Subjects("r").blob(ref.digest, 0), b"b" * 100, id="forged")
+    await memory_bus.publish_bytes(Subjects("r").chunk("blob", ref.digest, 0), b"b" * 100, id="forged")
     with pytest.raises(IntegrityError, match="another digest"):
         await get_blob(memory_bus, "r", ref)
 

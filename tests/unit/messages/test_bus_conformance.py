@@ -256,15 +256,15 @@ async def test_a_claim_is_collected_with_its_acknowledgement(bus: Bus, fresh_run
     topology, root = await declared(bus, fresh_run)
     await bus.publish(f"{root}.work.a", note(fresh_run, size=300_000), id="a")
     archive: Archive = bus  # type: ignore[assignment]
-    assert await archive.read(topology.stream("BLOB"), f"{root}.blob.>")
+    assert await archive.read(topology.stream("CLAIM"), f"{root}.claim.>")
     await (await one(bus, topology)).ack()
-    assert not await archive.read(topology.stream("BLOB"), f"{root}.blob.>")
+    assert not await archive.read(topology.stream("CLAIM"), f"{root}.claim.>")
 
 
 async def test_a_claim_without_its_blob_becomes_a_dead_letter(bus: Bus, fresh_run: str) -> None:
     topology, root = await declared(bus, fresh_run)
     await bus.publish(f"{root}.work.a", note(fresh_run, size=300_000), id="a")
-    await bus.purge(topology.stream("BLOB"), f"{root}.blob.>")
+    await bus.purge(topology.stream("CLAIM"), f"{root}.claim.>")
     assert await bus.pull(topology.consumers[0], batch=1, timeout_s=0.5) == []
     [reason] = await buried(bus, fresh_run)
     assert "missing" in reason

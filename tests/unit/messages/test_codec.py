@@ -24,12 +24,15 @@ from driftline.messages import (
     ConfigError,
     EvalResult,
     Graded,
+    LearnerOwner,
     MalformedMessage,
     Message,
     Metrics,
     Outcome,
     OutcomeEvent,
     PayloadTooLarge,
+    RecordedGroup,
+    Retried,
     RunFinished,
     UnknownSchema,
     codec,
@@ -55,6 +58,8 @@ class Anything(Message):
 def same(a: object, b: object) -> bool:
     if isinstance(a, np.ndarray):
         return isinstance(b, np.ndarray) and a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    if isinstance(a, tuple):
+        return isinstance(b, tuple) and len(a) == len(b) and all(map(same, a, b))
     if isinstance(a, Message):
         return type(a) is type(b) and all(same(getattr(a, n), getattr(b, n)) for n in type(a).model_fields)
     return a == b
@@ -68,6 +73,11 @@ SAMPLES: dict[str, Message] = {
     "graded": Graded(run="r", trajectory=trajectory("r"), reward=0.5, components={"exact": 1.0}, grade_s=0.1),
     "graded_failed": Graded(run="r", trajectory=trajectory("r"), reward=None, cause="timeout"),
     "outcome": OutcomeEvent(run="r", group="g0", outcome=Outcome.STALE, reason="lag 3", version=7, lag=3, at=2.0),
+    "retried": Retried(run="r", group=group("r").model_copy(update={"attempt": 1, "wanted": (1,)}), at=2.5),
+    "owner": LearnerOwner(run="r", epoch=2, beat=3, host="h", pid=4, boot="b", at=5.0),
+    "recorded": RecordedGroup(
+        run="r", version=1, group=group("r"), members=(Graded(run="r", trajectory=trajectory("r"), reward=0.5),)
+    ),
     "finished": RunFinished(run="r", version=40, reason="steps", at=3.0),
     "metrics": Metrics(run="r", service="learner", step=2, values={"loss": -0.25}, series={"lag": [0.0, 1.0]}),
     "eval": EvalResult(run="r", version=5, tasks=128, samples=2, reward_sampled=0.5, reward_greedy=0.75),

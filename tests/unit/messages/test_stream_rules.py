@@ -161,7 +161,7 @@ def test_a_reason_of_any_text_makes_one_safe_header(reason: str) -> None:
 def test_every_subject_of_a_run_has_exactly_one_stream() -> None:
     s, streams = Subjects("r"), topology("r").streams
     subjects = [s.groups, s.trajectory("g"), s.graded("g"), s.admitted("g"), s.outcome("g"), s.head, s.manifest(3)]
-    subjects += [s.blob("d", 0), s.finished, s.metrics("learner"), s.evaluation(1), s.dead("graded")]
+    subjects += [s.chunk("blob", "d", 0), s.chunk("claim", "d", 0), s.chunk("record.3", "d", 0), s.learner, s.retried("g", 1), s.finished, s.metrics("learner"), s.evaluation(1), s.dead("graded")]
     for subject in subjects:
         assert sum(any(matches(p, subject) for p in spec.subjects) for spec in streams) == 1
 

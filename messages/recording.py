@@ -1,0 +1,94 @@
+"""What the learner keeps of every batch it trains on, so that a version can be made again bit for bit.
+
+A batch is durable before the manifest that names it: one blob in the record stream, under the version it makes and its digest, a
+frame per group (`pack_batch`). The manifest says which digest counts, so what a learner recorded and never published is ignored.
+The stream drops its oldest batches when it is full: recording never stops a run.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator
+from typing import ClassVar, Final, Self
+
+from pydantic import Field, model_validator
+
+from driftline.messages.blobs import BlobRef, Chunks, get_blob, put_blob
+from driftline.messages.codec import decode, encode
+from driftline.messages.errors import IntegrityError, MalformedMessage
+from driftline.messages.registry import register
+from driftline.messages.types import Graded, Group, Message
+
+__all__ = ["RecordedGroup", "load_batch", "pack_batch", "record_space", "store_batch", "unpack_batch"]
+
+_LENGTH: Final = struct.Struct("<Q")
+
+
+@register
+class RecordedGroup(Message):
+    """A group as it was trained on to make `version`: its usable members in order, and the members left out."""
+
+    schema_name: ClassVar[str] = "recorded_group"
+
+    version: int = Field(ge=1)
+    group: Group
+    members: tuple[Graded, ...] = Field(min_length=1)
+    excluded: tuple[int, ...] = ()
+
+    @model_validator(mode="after")
+    def _members_are_its_own(self) -> Self:
+        numbers = [member.trajectory.member for member in self.members]
+        if any(member.trajectory.group != self.group.group for member in self.members) or numbers != sorted(set(numbers)):
+            raise ValueError(f"members: must be different members of {self.group.group}, in order")
+        return self
+
+
+def pack_batch(groups: Iterable[RecordedGroup]) -> bytes:
+    """u64 length and frame, per group in order of id. Equal batches have equal bytes."""
+    parts = []
+    for group in groups:
+        frame = encode(group)
+        parts += [_LENGTH.pack(len(frame)), frame]
+    return b"".join(parts)
+
+
+def unpack_batch(data: bytes) -> tuple[RecordedGroup, ...]:
+    """Raises MalformedMessage for anything `pack_batch` does not write."""
+    groups = tuple(_frames(data))
+    names = [entry.group.group for entry in groups]
+    if not groups or names != sorted(set(names)) or len({entry.version for entry in groups}) != 1:
+        raise MalformedMessage("not the groups of one batch in order of id", field="record", value=names[:4])
+    return groups
+
+
+def _frames(data: bytes) -> Iterator[RecordedGroup]:
+    at = 0
+    while at < len(data):
+        if at + _LENGTH.size > len(data):
+            raise MalformedMessage("ends inside a length", field="record", value=at)
+        (length,) = _LENGTH.unpack_from(data, at)
+        at += _LENGTH.size
+        if length > len(data) - at:
+            raise MalformedMessage(f"{len(data) - at} bytes are left", field="record length", value=length)
+        message = decode(data[at : at + length])
+        if not isinstance(message, RecordedGroup):
+            raise MalformedMessage("not a recorded group", field="record", value=type(message).__name__)
+        at += length
+        yield message
+
+
+def record_space(version: int) -> str:
+    return f"record.{version}"
+
+
+async def store_batch(bus: Chunks, run: str, groups: Iterable[RecordedGroup], version: int) -> BlobRef:
+    """Durable on return; storing the same batch again changes nothing."""
+    return await put_blob(bus, run, pack_batch(groups), space=record_space(version))
+
+
+async def load_batch(bus: Chunks, run: str, version: int, ref: BlobRef) -> tuple[RecordedGroup, ...]:
+    """The batch a manifest names. Raises IntegrityError when the stream has dropped it or holds something else."""
+    groups = unpack_batch(await get_blob(bus, run, ref, space=record_space(version)))
+    if groups[0].version != version or any(group.run != run for group in groups):
+        raise IntegrityError("not the batch of this version", field="record", value=version)
+    return groups
