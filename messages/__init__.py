@@ -24,7 +24,7 @@ from driftline.messages.leases import Leases, lease
 from driftline.messages.memory import MemoryBroker, MemoryBus
 from driftline.messages.nats_bus import NatsBus
 from driftline.messages.nats_connection import Credentials
-from driftline.messages.recording import RecordedGroup, load_batch, store_batch
+from driftline.messages.recording import RecordedGroup, RecordedVersion, load_batch, load_version, store_batch, store_version
 from driftline.messages.registry import register
 from driftline.messages.server import NatsServer
 from driftline.messages.subjects import (
@@ -93,6 +93,7 @@ __all__ = [
     "PubAck",
     "Raw",
     "RecordedGroup",
+    "RecordedVersion",
     "Retention",
     "Retried",
     "RunFinished",
@@ -113,9 +114,11 @@ __all__ = [
     "has_blob",
     "lease",
     "load_batch",
+    "load_version",
     "put_blob",
     "register",
     "store_batch",
+    "store_version",
     "stream_name",
     "topology",
 ]

@@ -2,24 +2,36 @@
 
 A batch is durable before the manifest that names it: one blob in the record stream, under the version it makes and its digest, a
 frame per group (`pack_batch`). The manifest says which digest counts, so what a learner recorded and never published is ignored.
-The stream drops its oldest batches when it is full: recording never stops a run.
+Beside it lies, once the version is the head, a `RecordedVersion`: what of its manifest must outlive collection. The stream drops its oldest batches when it is full: recording never stops a run.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Iterator
-from typing import ClassVar, Final, Self
+from typing import Any, ClassVar, Final, Self
 
 from pydantic import Field, model_validator
 
 from driftline.messages.blobs import BlobRef, Chunks, get_blob, put_blob
+from driftline.messages.bus import Bus
 from driftline.messages.codec import decode, encode
 from driftline.messages.errors import IntegrityError, MalformedMessage
 from driftline.messages.registry import register
+from driftline.messages.subjects import Subjects
 from driftline.messages.types import Graded, Group, Message
 
-__all__ = ["RecordedGroup", "load_batch", "pack_batch", "record_space", "store_batch", "unpack_batch"]
+__all__ = [
+    "RecordedGroup",
+    "RecordedVersion",
+    "load_batch",
+    "load_version",
+    "pack_batch",
+    "record_space",
+    "store_batch",
+    "store_version",
+    "unpack_batch",
+]
 
 _LENGTH: Final = struct.Struct("<Q")
 
@@ -41,6 +53,29 @@ class RecordedGroup(Message):
         if any(member.trajectory.group != self.group.group for member in self.members) or numbers != sorted(set(numbers)):
             raise ValueError(f"members: must be different members of {self.group.group}, in order")
         return self
+
+
+@register
+class RecordedVersion(Message):
+    """What a version was made of and what came out: `digest` of the policy, `seal` of its manifest, the batch's blob (version 0
+    has none) and the ids of the trajectories in it."""
+
+    schema_name: ClassVar[str] = "recorded_version"
+
+    version: int = Field(ge=0)
+    digest: str
+    seal: str
+    learner_step: int
+    consumed: tuple[str, ...] = ()
+    batch_digest: str = ""
+    batch_size: int = 0
+    batch_chunks: int = 0
+    numerics: dict[str, Any] = Field(default_factory=dict)
+    at: float = 0.0
+
+    @property
+    def batch(self) -> BlobRef | None:
+        return BlobRef(self.batch_digest, self.batch_size, self.batch_chunks) if self.batch_digest else None
 
 
 def pack_batch(groups: Iterable[RecordedGroup]) -> bytes:
@@ -92,3 +127,16 @@ async def load_batch(bus: Chunks, run: str, version: int, ref: BlobRef) -> tuple
     if groups[0].version != version or any(group.run != run for group in groups):
         raise IntegrityError("not the batch of this version", field="record", value=version)
     return groups
+
+
+async def store_version(bus: Bus, version: RecordedVersion) -> None:
+    """After the head moved to it. Safe to repeat."""
+    subject = Subjects(version.run).recorded(version.version)
+    await bus.publish(subject, version, id=f"{version.run}/record/{version.version}/{version.seal}")
+
+
+async def load_version(bus: Bus, run: str, version: int) -> RecordedVersion | None:
+    """None when it was never made, or the stream has dropped it."""
+    subjects = Subjects(run)
+    stored = await bus.last(subjects.stream("RECORD"), subjects.recorded(version))
+    return stored.message if stored is not None and isinstance(stored.message, RecordedVersion) else None

@@ -112,6 +112,10 @@ class Subjects:
     def finished(self) -> str:
         return f"{self.root}.control.finished"
 
+    def recorded(self, version: int) -> str:
+        """What a version was made of; in the record stream, beside its batch."""
+        return f"{self.root}.record.{version}.version.0"
+
     @property
     def learner(self) -> str:
         """Which process is the learner."""

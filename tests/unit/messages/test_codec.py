@@ -32,6 +32,7 @@ from driftline.messages import (
     OutcomeEvent,
     PayloadTooLarge,
     RecordedGroup,
+    RecordedVersion,
     Retried,
     RunFinished,
     UnknownSchema,
@@ -77,6 +78,10 @@ SAMPLES: dict[str, Message] = {
     "owner": LearnerOwner(run="r", epoch=2, beat=3, host="h", pid=4, boot="b", at=5.0),
     "recorded": RecordedGroup(
         run="r", version=1, group=group("r"), members=(Graded(run="r", trajectory=trajectory("r"), reward=0.5),)
+    ),
+    "recorded_version": RecordedVersion(
+        run="r", version=1, digest="d", seal="s", learner_step=1, consumed=("r/g0/0",), batch_digest="0" * 32, batch_size=9,
+        batch_chunks=1, numerics={"device": "cpu"}, at=6.0,
     ),
     "finished": RunFinished(run="r", version=40, reason="steps", at=3.0),
     "metrics": Metrics(run="r", service="learner", step=2, values={"loss": -0.25}, series={"lag": [0.0, 1.0]}),
