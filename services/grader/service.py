@@ -2,8 +2,8 @@
 
 Guarantees: a trajectory is acknowledged only after its `Graded` is stored, under a content id that makes a second time harmless,
 so a grader may die at any moment and nothing is lost or counted twice; its lease is held while it waits and while it is graded; at most
-`max_in_flight` are held at once; a reward that fails makes a failed member with its cause and nothing else. Failures of rewards
-and failures of the machinery are counted apart. It ends when the run is finished and the queue is empty.
+`max_in_flight` are held at once; a reward that fails makes a failed member with its cause and nothing else; a member that an engine
+gave up is passed on without a reward. Failures of rewards and failures of the machinery are counted apart. It ends when the run is finished and the queue is empty.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from driftline.messages.bus import Bus, Delivery
 from driftline.messages.errors import BrokerFull, BrokerUnavailable
 from driftline.messages.leases import lease
 from driftline.messages.subjects import ConsumerSpec, Subjects, topology
-from driftline.messages.types import Graded, Trajectory
+from driftline.messages.types import Finish, Graded, Trajectory
 from driftline.services.grader.pool import GraderPool
 from driftline.services.grader.wire import Failure, Verdict
 from driftline.services.runtime import finished
 from driftline.services.telemetry import Reporter
 
-__all__ = ["Counts", "GraderService", "graded", "grader_consumer"]
+__all__ = ["Counts", "GraderService", "aborted", "graded", "grader_consumer"]
 
 log = structlog.get_logger("grader")
 
@@ -42,6 +42,7 @@ class Counts:
     """What has happened so far. `failed` is the rewards' doing; everything under `infrastructure` is ours."""
 
     graded: int = 0
+    aborted: int = 0
     failed: Counter[Failure] = field(default_factory=Counter)
     infrastructure: Counter[str] = field(default_factory=Counter)
     reward_sum: float = 0.0
@@ -142,19 +143,28 @@ class GraderService:
             self.counts.infrastructure["dead_lettered"] += 1
             await delivery.dead_letter(f"expected a trajectory, got {trajectory.schema_name}")
             return
+        if trajectory.finish is Finish.ABORT:
+            await self._pass_on(delivery, aborted(trajectory), None)
+            return
         verdict = await self._pool.grade(trajectory.task, trajectory.text)
         if verdict.failure is not None:
             log.warning("reward failed", id=trajectory.id, failure=verdict.failure.value, cause=verdict.cause)
+        await self._pass_on(delivery, graded(trajectory, verdict), verdict)
+
+    async def _pass_on(self, delivery: Delivery, message: Graded, verdict: Verdict | None) -> None:
+        """Store the member, then acknowledge it. No verdict: it was not graded, because it was given up while it was sampled."""
         try:
-            ack = await self._publish(graded(trajectory, verdict))
+            ack = await self._publish(message)
         except BrokerFull:  # only while ending: nobody makes room any more
             self.counts.infrastructure["given_back"] += 1
             await delivery.nak(GIVE_BACK_S)
             return
-        if ack:
-            self.counts.add(verdict)
-        else:
+        if not ack:
             self.counts.infrastructure["duplicate"] += 1
+        elif verdict is None:
+            self.counts.aborted += 1
+        else:
+            self.counts.add(verdict)
         await delivery.ack()
 
     async def _publish(self, message: Graded) -> bool:
@@ -201,6 +211,7 @@ class GraderService:
         return {
             "graded": counts.graded,
             "failed": counts.failed.total(),
+            "aborted": counts.aborted,
             **{f"failed_{failure.value}": counts.failed[failure] for failure in Failure},
             "infrastructure": counts.infrastructure.total(),
             **{f"infrastructure_{kind}": number for kind, number in counts.infrastructure.items()},
@@ -222,6 +233,13 @@ def graded(trajectory: Trajectory, verdict: Verdict) -> Graded:
         cause=cause,
         grade_s=verdict.seconds,
     )
+
+
+def aborted(trajectory: Trajectory) -> Graded:
+    """What becomes of a member that its engine gave up: its tokens, no reward, and the reason."""
+    sampled = int(trajectory.action_mask.sum())
+    cause = f"aborted: given up by {trajectory.engine or 'its engine'} after {sampled} tokens, the oldest of version {trajectory.oldest_version}"
+    return Graded(run=trajectory.run, trajectory=trajectory, reward=None, cause=cause)
 
 
 def grader_consumer(run: str) -> ConsumerSpec:
