@@ -16,9 +16,9 @@ from driftline.services.grader.service import GraderService, aborted, grader_con
 TASK = Task(id="t", source="python", family="scripted", prompt="q", answer="a")
 
 
-def member(run: str, number: int, finish: Finish) -> Trajectory:
+def member(run: str, number: int, finish: Finish, source: str = "python") -> Trajectory:
     return Trajectory(
-        run=run, group="g0", member=number, members=4, index=0, task=TASK, prompt_tokens=1, finish=finish, text="a", engine="rollout-3",
+        run=run, group="g0", member=number, members=4, index=0, task=TASK.model_copy(update={"source": source}), prompt_tokens=1, finish=finish, text="a", engine="rollout-3",
         tokens=np.array([256, 1, 2], np.int32), action_mask=np.array([False, True, True]),
         logprobs=np.array([0, -1, -2], np.float32), versions=np.array([-1, 4, 5], np.int32),
     )
@@ -40,13 +40,14 @@ async def test_aborted_members_are_passed_on_ungraded_and_the_reward_never_sees_
         "def tasks(index, rng):\n    return 'q', 'a'\n"
         f"def reward(prompt, answer, completion):\n    open({str(seen)!r}, 'a').write('x')\n    return 1.0\n"
     )
+    spec = f"python:{tmp_path / 'counting.py'}"
     await memory_bus.declare(topology(fresh_run))
-    sent = [member(fresh_run, 0, Finish.STOP), member(fresh_run, 1, Finish.ABORT), member(fresh_run, 2, Finish.ABORT)]
+    sent = [member(fresh_run, i, f, spec) for i, f in enumerate((Finish.STOP, Finish.ABORT, Finish.ABORT))]
     for t in sent:
         await memory_bus.publish(Subjects(fresh_run).trajectory(t.group), t, id=f"{fresh_run}/trajectory/g0/{t.member}")
     end = RunFinished(run=fresh_run, version=6, reason="test")
     await memory_bus.publish(Subjects(fresh_run).finished, end, id="end")
-    service = GraderService(memory_bus, fresh_run, [f"python:{tmp_path / 'counting.py'}"])
+    service = GraderService(memory_bus, fresh_run, [spec])
     async with asyncio.timeout(60):
         await service.run()
     stopped, *given_up = await graded_members(memory_bus, fresh_run)
