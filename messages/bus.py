@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import NamedTuple, Protocol, runtime_checkable
 
+from driftline.messages.dead_letters import Archive
 from driftline.messages.subjects import ConsumerSpec, Topology
 from driftline.messages.types import Message
 
@@ -67,7 +68,7 @@ class Delivery(Protocol):
 
 
 @runtime_checkable
-class Bus(Protocol):
+class Bus(Archive, Protocol):
     async def declare(self, topology: Topology) -> None:
         """Create or update every stream and durable consumer; idempotent."""
 

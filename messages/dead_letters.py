@@ -2,20 +2,36 @@
 
 A dead letter is the original bytes on `dl.v1.<run>.dead.<kind>`, `kind` being the plane it was on; what is known about it is in
 headers, so it can be read without decoding. It is stored before the original is terminated, under an id made of stream and
-sequence: a crash between the two stores it once.
+sequence: a crash between the two stores it once. Reading one never fails: headers that make no sense read as nothing known.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from driftline.messages.errors import ConfigError
+from driftline.messages.codec import decode
+from driftline.messages.errors import ConfigError, MalformedMessage
 from driftline.messages.subjects import Subjects
+from driftline.messages.types import Group
 
-__all__ = ["Archive", "DeadLetter", "Raw", "dead_headers", "dead_id", "dead_letters", "dead_subject", "run_of"]
+__all__ = [
+    "Archive",
+    "DeadLetter",
+    "Raw",
+    "dead_headers",
+    "dead_id",
+    "dead_letters",
+    "dead_subject",
+    "follow_dead",
+    "group_of",
+    "parse",
+    "run_of",
+]
 
 REASON, SUBJECT, STREAM = "x-dead-letter-reason", "x-original-subject", "x-original-stream"
 FAILED_AT, DELIVERIES, SEQUENCE = "x-failed-at", "x-delivery-count", "x-original-sequence"
@@ -32,10 +48,18 @@ class Raw(NamedTuple):
 
 
 class Archive(Protocol):
-    """A bus whose streams can be read as stored; both implementations are."""
+    """The part of a Bus that handles messages as they are stored, undecoded."""
 
     async def read(self, stream: str, subject: str, *, start: int = 1, limit: int = 1000) -> list[Raw]:
         """At most `limit` stored messages on `subject` (wildcards allowed) from sequence `start`, without waiting for more."""
+        ...
+
+    def follow_raw(self, stream: str, subject: str, *, start: int = 1) -> AsyncGenerator[Raw, None]:
+        """`Bus.follow` without decoding: history from stream sequence `start`, then live, in order, across reconnects."""
+        ...
+
+    async def delete(self, stream: str, seq: int) -> bool:
+        """Remove one stored message for good. False: it is not there (any more), so repeating is safe."""
         ...
 
 
@@ -50,6 +74,7 @@ class DeadLetter:
     deliveries: int
     failed_at: float
     data: bytes
+    headers: Mapping[str, str]
 
 
 def run_of(subject: str) -> tuple[str, str]:
@@ -86,10 +111,35 @@ def dead_headers(*, reason: str, subject: str, stream: str, seq: int, deliveries
 async def dead_letters(bus: Archive, run: str, *, start: int = 1, limit: int = 1000) -> list[DeadLetter]:
     """The dead letters of a run, oldest first."""
     names = Subjects(run)
-    return [_parse(raw) for raw in await bus.read(names.stream("DEAD"), names.dead("*"), start=start, limit=limit)]
+    return [parse(raw) for raw in await bus.read(names.stream("DEAD"), names.dead("*"), start=start, limit=limit)]
 
 
-def _parse(raw: Raw) -> DeadLetter:
+async def follow_dead(bus: Archive, run: str, *, start: int = 1) -> AsyncGenerator[DeadLetter, None]:
+    """The dead letters of a run from the first that is kept, then each as it comes. Ends only by cancellation or `aclose()`."""
+    names = Subjects(run)
+    async with aclosing(bus.follow_raw(names.stream("DEAD"), names.dead("*"), start=start)) as stored:
+        async for raw in stored:
+            yield parse(raw)
+
+
+def group_of(letter: DeadLetter) -> str | None:
+    """The group that lacks this message: from its subject, or from the group itself. None when that cannot be known, and for
+    what was only copied: a message met by `follow` is still in its stream."""
+    match letter.subject.split("."):
+        case ["dl", "v1", _, "trajectories" | "graded", name]:
+            return name
+        case ["dl", "v1", _, "groups"]:
+            try:
+                message = decode(letter.data)
+            except MalformedMessage:
+                return None
+            return message.group if isinstance(message, Group) else None
+        case _:
+            return None
+
+
+def parse(raw: Raw) -> DeadLetter:
+    """A dead letter as it is stored."""
     headers = raw.headers
     return DeadLetter(
         seq=raw.seq,
@@ -97,8 +147,18 @@ def _parse(raw: Raw) -> DeadLetter:
         reason=headers.get(REASON, ""),
         subject=headers.get(SUBJECT, ""),
         stream=headers.get(STREAM, ""),
-        sequence=int(headers.get(SEQUENCE, "0")),
-        deliveries=int(headers.get(DELIVERIES, "0")),
-        failed_at=float(headers.get(FAILED_AT, "0")),
+        sequence=int(_number(headers, SEQUENCE)),
+        deliveries=int(_number(headers, DELIVERIES)),
+        failed_at=_number(headers, FAILED_AT),
         data=raw.data,
+        headers=dict(headers),
     )
+
+
+def _number(headers: Mapping[str, str], name: str) -> float:
+    """Whoever may publish a dead letter must not be able to stop its readers."""
+    try:
+        value = float(headers.get(name, "0"))
+    except ValueError:
+        return 0.0
+    return value if math.isfinite(value) else 0.0

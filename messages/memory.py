@@ -8,7 +8,8 @@ loop's clock. Several `MemoryBus` on one `MemoryBroker` are several connections;
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from typing import Self
 
 from driftline.messages import frames
@@ -143,6 +144,16 @@ class MemoryBus:
 
     async def follow(self, stream: str, subject: str, *, start: int = 1) -> AsyncIterator[Stored]:
         """A message that cannot be decoded is copied to the dead letters and passed over, as in `NatsBus`."""
+        async with aclosing(self.follow_raw(stream, subject, start=start)) as messages:
+            async for raw in messages:
+                try:
+                    message = await frames.open_frame(self, raw.subject, raw.data)
+                except (MalformedMessage, IntegrityError) as error:
+                    self.bury(stream, raw, str(error), 1)
+                    continue
+                yield Stored(raw.seq, raw.subject, message)
+
+    async def follow_raw(self, stream: str, subject: str, *, start: int = 1) -> AsyncGenerator[Raw, None]:
         seq = start
         loop = asyncio.get_running_loop()
         while True:
@@ -152,12 +163,7 @@ class MemoryBus:
                 await self.broker.change(loop.time() + 60.0)
                 continue
             seq = raw.seq + 1
-            try:
-                message = await frames.open_frame(self, raw.subject, raw.data)
-            except (MalformedMessage, IntegrityError) as error:
-                self.bury(stream, raw, str(error), 1)
-                continue
-            yield Stored(raw.seq, raw.subject, message)
+            yield raw
 
     async def read(self, stream: str, subject: str, *, start: int = 1, limit: int = 1000) -> list[Raw]:
         self.check()
@@ -175,6 +181,15 @@ class MemoryBus:
         self.check()
         self.broker.stream(stream).purge(subject)
         self.broker.changed()
+
+    async def delete(self, stream: str, seq: int) -> bool:
+        self.check()
+        await asyncio.sleep(0)
+        held = self.broker.stream(stream)
+        found = held.get(seq) is not None
+        held.remove(seq)
+        self.broker.changed()
+        return found
 
     async def healthy(self, timeout_s: float = 2.0) -> bool:
         return not (self._closed or self.broker.down)

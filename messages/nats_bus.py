@@ -12,7 +12,8 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import deque
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import aclosing
 from typing import Any, Final, Self
 
 import structlog
@@ -57,6 +58,7 @@ _TOO_LARGE = {10054}
 _BUSY = {10167, 10008, 10041}
 _EXISTS_DIFFERENTLY = {10058}
 _CONSUMER_EXISTS = {10013, 10148, 10012}
+_NOT_DELETED = {10057, 10043}
 _STREAM_MISSING = 10059
 
 
@@ -118,8 +120,7 @@ class NatsBus:
 
     async def follow(self, stream: str, subject: str, *, start: int = 1) -> AsyncIterator[Stored]:
         """A message that cannot be decoded is copied to the dead letters, logged, and passed over: it stays in the stream."""
-        messages = nats_follow.follow_raw(self._connection, stream, subject, start)
-        try:
+        async with aclosing(self.follow_raw(stream, subject, start=start)) as messages:
             async for raw in messages:
                 try:
                     message = await frames.open_frame(self, raw.subject, raw.data)
@@ -127,8 +128,9 @@ class NatsBus:
                     await self.bury(stream, raw, str(error), 1)
                     continue
                 yield Stored(raw.seq, raw.subject, message)
-        finally:
-            await messages.aclose()  # type: ignore[attr-defined]
+
+    def follow_raw(self, stream: str, subject: str, *, start: int = 1) -> AsyncGenerator[Raw, None]:
+        return nats_follow.follow_raw(self._connection, stream, subject, start)
 
     async def read(self, stream: str, subject: str, *, start: int = 1, limit: int = 1000) -> list[Raw]:
         found: list[Raw] = []
@@ -152,6 +154,15 @@ class NatsBus:
         answer = await self._admin(f"STREAM.PURGE.{stream}", {"filter": subject})
         if "error" in answer:
             raise _refusal(answer["error"], stream)
+
+    async def delete(self, stream: str, seq: int) -> bool:
+        answer = await self._admin(f"STREAM.MSG.DELETE.{stream}", {"seq": seq, "no_erase": True})
+        if (error := answer.get("error")) is None:
+            return True
+        # One code for every failure of the store: whether the message is there is asked of the stream.
+        if error.get("err_code") in _NOT_DELETED and await self._get(stream, {"seq": seq}) is None:
+            return False
+        raise _refusal(error, stream)
 
     async def healthy(self, timeout_s: float = 2.0) -> bool:
         """Whether the broker answers a ping and JetStream answers at all; False, too, when the connection is dead for good."""

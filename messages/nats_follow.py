@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any, Final
 
 import structlog
@@ -40,7 +40,7 @@ class _Restart(Exception):
     """This consumer cannot be trusted any more; make another."""
 
 
-async def follow_raw(connection: Connection, stream: str, subject: str, start: int) -> AsyncIterator[Raw]:
+async def follow_raw(connection: Connection, stream: str, subject: str, start: int) -> AsyncGenerator[Raw, None]:
     last = max(start, 1) - 1
     failures = 0
     while True:
