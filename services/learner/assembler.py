@@ -6,28 +6,33 @@ oldest token, so time in a queue counts. The order of arrival decides nothing: g
 ordered by id. What arrives before its Admitted event is held; what arrives twice is ignored, and of two different samples of one
 member the first wins. A group whose rewards are all equal never enters a batch and ends when it is complete.
 
+Under `StalePolicy.WAIT` no batch is formed that would make an open group stale (see feasibility.py): long samples are waited for,
+not selected against. A group that stays incomplete ends, goes on without its missing members or is queued again at its deadline, as
+`DeadlinePolicy` says, so waiting always ends.
+
 The lag of a member at head v, from which v + 1 is made, is v minus the version of its oldest sampled token; lag 0 is on-policy.
 
 A state machine without clock, I/O or torch: time comes in as an argument, what must be written to the ledger goes out as
-`OutcomeEvent`s. Endings are decided here before they are written, so a crash in between repeats the decision from redelivered
-members; `OutcomeEvent`s already in the ledger are folded in with `ended`, and groups named by a manifest with `recover`.
+`OutcomeEvent`s and `Retried`s. Endings are decided here before they are written, so a crash in between repeats the decision from
+redelivered members; what is already in the ledger is folded in with `admit`, `retried` and `ended`, in the ledger's order, and groups
+named by a manifest with `recover`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Self
 
 from driftline.messages.errors import DriftlineError
-from driftline.messages.types import Finish, Graded, Group, Outcome, OutcomeEvent, Trajectory
-from driftline.services.learner.advantage import is_zero_variance
+from driftline.messages.types import Graded, Group, Outcome, OutcomeEvent, Retried, Trajectory
+from driftline.services.config import DeadlinePolicy, StalePolicy
+from driftline.services.learner.feasibility import held_back_by
+from driftline.services.learner.lengths import Lengths
+from driftline.services.learner.open_group import Member, OpenGroup, State, fits
 
 __all__ = ["Arrival", "Assembler", "AssemblyError", "Batch", "BatchGroup"]
-
-OVERHEAD_BYTES = 1024  # of a held member beyond its arrays and texts: the objects themselves
 
 
 class AssemblyError(DriftlineError):
@@ -42,14 +47,14 @@ class Arrival(StrEnum):
     """
 
     ACCEPTED = "accepted"
-    DUPLICATE = "duplicate"  # this member is already held: the same again, or another sample of it (the first wins)
+    DUPLICATE = "duplicate"  # held already: the same again or another sample of it (the first wins), or its group goes on without it
     UNKNOWN = "unknown"  # of another run, or it contradicts its group's size, index or task
     ALREADY_ENDED = "already_ended"
 
 
 @dataclass(frozen=True)
 class BatchGroup:
-    """One group in a batch: its usable members in order of member, and the members left out because they failed."""
+    """One group in a batch: its usable members in order of member, and the members left out: they failed or did not come in time."""
 
     group: Group
     members: tuple[Graded, ...]
@@ -90,79 +95,10 @@ class Batch:
         return max(self.head - g.oldest_version for g in self.groups)
 
 
-class _State(StrEnum):
-    WAITING = "waiting"
-    READY = "ready"
-    FAILED = "failed"
-    ZERO_VARIANCE = "zero_variance"
-
-
-@dataclass(frozen=True)
-class _Member:
-    """A held member, with what the rules ask about it computed once."""
-
-    graded: Graded
-    reward: float | None  # None: not usable
-    oldest: int
-    newest: int
-    size: int
-
-    @classmethod
-    def of(cls, graded: Graded) -> Self:
-        trajectory = graded.trajectory
-        reward = None if trajectory.finish is Finish.ABORT else graded.reward
-        return cls(graded, reward, trajectory.oldest_version, int(trajectory.versions.max()), held_size(graded))
-
-
-@dataclass(frozen=True)
-class _Open:
-    """A group that has not ended. `group` is None until its Admitted event is seen."""
-
-    group: Group | None = None
-    deadline: float = 0.0
-    members: Mapping[int, _Member] = field(default_factory=dict)
-
-    @property
-    def usable(self) -> tuple[_Member, ...]:
-        return tuple(self.members[k] for k in sorted(self.members) if self.members[k].reward is not None)
-
-    @property
-    def rewards(self) -> list[float]:
-        return [m.reward for m in self.usable if m.reward is not None]
-
-    @property
-    def size(self) -> int:
-        return sum(m.size for m in self.members.values())
-
-    @property
-    def complete(self) -> bool:
-        return self.group is not None and len(self.members) == self.group.members
-
-    def oldest_version(self) -> int | None:
-        return min((m.oldest for m in self.usable), default=None)
-
-    def newest_version(self) -> int:
-        return max(m.newest for m in self.usable)
-
-    def state(self, min_members: int) -> _State:
-        if not self.complete:
-            return _State.WAITING
-        rewards = self.rewards
-        if len(rewards) < min_members:
-            return _State.FAILED
-        return _State.ZERO_VARIANCE if is_zero_variance(rewards) else _State.READY
-
-
-def held_size(graded: Graded) -> int:
-    """About how many bytes holding a member costs."""
-    t = graded.trajectory
-    arrays = [t.tokens, t.action_mask, t.logprobs, t.versions] + ([] if t.routes is None else [t.routes])
-    return OVERHEAD_BYTES + sum(a.nbytes for a in arrays) + len(t.text) + len(t.task.prompt) + len(t.task.answer or "")
-
-
 class Assembler:
-    """Fold events in with `admit`, `arrive` and `ended`; take endings out with `sweep` and `expire`; form a batch with
-    `next_batch`, and end it with `commit` or give it back with `release`. `head` is always the newest version there is.
+    """Fold events in with `admit`, `retried`, `arrive` and `ended`; take endings out with `sweep`, `expire` and `fail`, and what is to
+    be queued again with `retries`; form a batch with `next_batch`, and end it with `commit` or give it back with `release`. `head` is
+    always the newest version there is.
 
     >>> assembler = Assembler(run="demo", groups_per_step=16, max_lag=2)
     >>> assembler.next_batch(head=0) is None
@@ -170,19 +106,27 @@ class Assembler:
     """
 
     def __init__(
-        self, *, run: str, groups_per_step: int, max_lag: int, min_group_members: int = 2, started_at: float = 0.0
+        self, *, run: str, groups_per_step: int, max_lag: int, min_group_members: int = 2, started_at: float = 0.0,
+        stale_policy: StalePolicy = StalePolicy.WAIT, deadline_policy: DeadlinePolicy = DeadlinePolicy.FAIL_GROUP,
+        partial_min_members: int = 2, group_retries: int = 1,
     ) -> None:
         """`started_at`: no deadline counts from before it, so a learner that was away longer than a group's deadline does not
         expire what was finished and is about to be delivered again."""
-        if groups_per_step < 1 or max_lag < 0 or min_group_members < 1:
-            raise AssemblyError("needs groups_per_step >= 1, max_lag >= 0, min_group_members >= 1", field="limits",
-                                value=(groups_per_step, max_lag, min_group_members))
+        if groups_per_step < 1 or max_lag < 0 or min_group_members < 1 or partial_min_members < 1 or group_retries < 0:
+            raise AssemblyError("needs groups_per_step, min_group_members and partial_min_members >= 1, max_lag and group_retries >= 0",
+                                field="limits", value=(groups_per_step, min_group_members, partial_min_members, max_lag, group_retries))
         self.run, self.groups_per_step, self.max_lag = run, groups_per_step, max_lag
-        self.min_group_members, self.started_at = min_group_members, started_at
-        self._open: dict[str, _Open] = {}
+        self.min_group_members, self.started_at, self.stale_policy = min_group_members, started_at, stale_policy
+        self.deadline_policy, self.group_retries = deadline_policy, group_retries
+        self.partial_members = max(partial_min_members, min_group_members)
+        self.lengths = Lengths()
+        self._open: dict[str, OpenGroup] = {}
         self._ended: dict[str, Outcome] = {}
         self._taken: dict[str, Batch] = {}
         self._held_bytes = 0
+        self._floor = 0
+        self._failed_in_a_row = 0
+        self._counted: set[str] = set()
 
     @property
     def held_bytes(self) -> int:
@@ -201,27 +145,41 @@ class Assembler:
     @property
     def ready_groups(self) -> int:
         """Complete and worth training on, whatever their lag; those of a batch in training are not counted."""
-        return sum(name not in self._taken and entry.state(self.min_group_members) is _State.READY
-                   for name, entry in self._open.items())
+        return sum(name not in self._taken and self._state(entry) is State.READY for name, entry in self._open.items())
+
+    @property
+    def failed_in_a_row(self) -> int:
+        """Groups that failed or expired since the last one that was trained or had equal rewards, as the ledger has it."""
+        return self._failed_in_a_row
 
     def outcome(self, group: str) -> Outcome | None:
         return self._ended.get(group)
 
     def next_deadline(self) -> float | None:
-        """When `expire` will next have something to say, on the clock of `admit`."""
-        return min((e.deadline for n, e in self._open.items() if self._can_expire(n, e)), default=None)
+        """When `expire` or `retries` will next have something to say, on the clock of `admit`."""
+        return min((entry.deadline(self.started_at) for _, entry in self._unsettled()), default=None)
 
     def admit(self, group: Group, at: float) -> bool:
         """Fold an Admitted event; false if it changes nothing. Held members that contradict the group are let go."""
         if group.run != self.run or group.group in self._ended:
             return False
-        entry = self._open.get(group.group, _Open())
+        entry = self._open.get(group.group, OpenGroup())
         if entry.group is not None:
             return False
-        fitting = {k: m for k, m in entry.members.items() if _fits(m.graded.trajectory, group)}
-        admitted = _Open(group, max(at, self.started_at) + group.deadline_s, fitting)
+        fitting = {k: m for k, m in entry.members.items() if fits(m.graded.trajectory, group)}
+        # What the ledger says was trained before it was admitted: its engine had that version, or a newer one.
+        admitted = replace(entry, group=group, admitted_at=at, floor=self._floor, members=fitting)
         self._held_bytes -= entry.size - admitted.size
         self._open[group.group] = admitted
+        return True
+
+    def retried(self, event: Retried) -> bool:
+        """Fold a Retried event: the group's deadline counts from it. False if it changes nothing."""
+        group = event.group
+        entry = self._open.get(group.group, OpenGroup())
+        if group.run != self.run or group.group in self._ended or group.attempt <= entry.attempt:
+            return False
+        self._open[group.group] = replace(entry, retry=event)
         return True
 
     def arrive(self, graded: Graded) -> Arrival:
@@ -231,89 +189,113 @@ class Assembler:
             return Arrival.UNKNOWN
         if name in self._ended:
             return Arrival.ALREADY_ENDED
-        entry = self._open.get(name, _Open())
-        if entry.group is not None and not _fits(trajectory, entry.group):
+        entry = self._open.get(name, OpenGroup())
+        if entry.group is not None and not fits(trajectory, entry.group):
             return Arrival.UNKNOWN
-        if member in entry.members:
+        if member in entry.members or entry.cut:
             return Arrival.DUPLICATE
-        held = _Member.of(graded)
+        held = Member.of(graded)
         self._open[name] = replace(entry, members={**entry.members, member: held})
         self._held_bytes += held.size
         return Arrival.ACCEPTED
 
     def ended(self, event: OutcomeEvent) -> None:
-        """Fold an outcome that is already in the ledger. Our own, read back, changes nothing."""
-        if event.run == self.run and event.group not in self._ended:
+        """Fold an outcome that is already in the ledger. Our own, read back, ends nothing again; it still counts as what the
+        ledger says happened before the events after it."""
+        if event.run != self.run:
+            return
+        if event.outcome is Outcome.TRAINED:
+            self._floor = max(self._floor, event.version)
+        if event.group not in self._counted:
+            self._counted.add(event.group)
+            match event.outcome:
+                case Outcome.FAILED | Outcome.EXPIRED:
+                    self._failed_in_a_row += 1
+                case Outcome.TRAINED | Outcome.ZERO_VARIANCE:
+                    self._failed_in_a_row = 0
+        if event.group not in self._ended:
             self._forget(event.group, event.outcome)
 
     def recover(self, consumed: Iterable[str], version: int, *, now: float) -> list[OutcomeEvent]:
         """After a crash between manifest and outcomes: end as trained the groups whose trajectories version `version` consumed
         and that have no outcome yet. `consumed` is the manifest's list of trajectory ids."""
-        members: dict[str, int] = {}
+        trained: dict[str, list[int]] = {}
         for trajectory_id in consumed:
-            run, group, _ = trajectory_id.split("/")
+            run, group, member = trajectory_id.split("/")
             if run == self.run:
-                members[group] = members.get(group, 0) + 1
+                trained.setdefault(group, []).append(int(member))
         events = []
-        for name in sorted(members):
+        for name in sorted(trained):
             if name not in self._ended:
+                members = tuple(sorted(trained[name]))
+                held = self._open.get(name, OpenGroup()).members
                 self._forget(name, Outcome.TRAINED)
-                events.append(OutcomeEvent(run=self.run, group=name, outcome=Outcome.TRAINED, version=version,
-                                           reason="named by the manifest", members=members[name], at=now))
+                events.append(OutcomeEvent(
+                    run=self.run, group=name, outcome=Outcome.TRAINED, version=version, reason="named by the manifest",
+                    members=len(members), at=now, arrived=tuple(sorted({*members, *held})), trained=members,
+                ))
         return events
 
     def sweep(self, head: int, *, now: float) -> list[OutcomeEvent]:
-        """End what can no longer be trained on: complete groups that failed or have equal rewards, and groups with a usable
-        member beyond the bound, complete or not. Call after arrivals and after every new head."""
-        events = []
-        for name in self._idle():
-            entry = self._open[name]
-            oldest = entry.oldest_version()
-            match entry.state(self.min_group_members):
-                case _State.FAILED:
-                    events.append(self._end(name, Outcome.FAILED, _why_failed(entry), head, now))
-                case _State.ZERO_VARIANCE:
-                    events.append(self._end(name, Outcome.ZERO_VARIANCE, "all rewards are equal", head, now))
-                case _State.WAITING | _State.READY if oldest is not None and head - oldest > self.max_lag:
-                    why = f"oldest token is of version {oldest}, lag {head - oldest} exceeds {self.max_lag}"
-                    events.append(self._end(name, Outcome.STALE, why, head, now))
-        return events
+        """End what can no longer be trained on: groups that failed, cannot get enough members or have equal rewards, and groups with
+        a member beyond the bound, complete or not. Call after arrivals and after every new head."""
+        judged = [(name, self._verdict(self._open[name], head)) for name in self._idle()]
+        return [self._end(name, *verdict, head, now) for name, verdict in judged if verdict is not None]
 
     def expire(self, now: float, *, head: int = -1) -> list[OutcomeEvent]:
         """End the groups that are not complete by their deadline. A complete one waits for its batch; its limit is its lag.
 
-        A partly complete group is not trained on: whoever finishes first is not a fair sample of the group.
+        Under TRAIN_PARTIAL a group with enough usable members goes on without the missing ones instead, and under RETRY it is
+        `retries` that has it, until its attempts are used up. By default neither: who finishes first is no fair sample of a group.
         """
         events = []
-        for name in self._idle():
-            entry = self._open[name]
-            if self._can_expire(name, entry) and entry.deadline <= now:
-                assert entry.group is not None
-                missing = entry.group.members - len(entry.members)
-                why = f"{missing} of {entry.group.members} members missing after {entry.group.deadline_s:g} s"
-                events.append(self._end(name, Outcome.EXPIRED, why, head, now))
+        for name, entry in self._unsettled():
+            if entry.deadline(self.started_at) > now or self._may_retry(entry):
+                continue
+            if self.deadline_policy is DeadlinePolicy.TRAIN_PARTIAL and len(entry.usable) >= self.partial_members:
+                self._open[name] = replace(entry, cut=True)
+                verdict = self._verdict(self._open[name], head)
+            else:
+                verdict = Outcome.EXPIRED, _why_expired(entry)
+            if verdict is not None:
+                events.append(self._end(name, *verdict, head, now))
         return events
 
-    def next_batch(self, head: int) -> Batch | None:
-        """The next batch to train from `head`, or None while there are too few groups. Its groups are taken until `commit` or
-        `release`: nothing else ends them meanwhile."""
-        eligible = []
-        for name in self._idle():
-            entry = self._open[name]
-            if entry.state(self.min_group_members) is not _State.READY:
-                continue
-            oldest, group = entry.oldest_version(), entry.group
-            assert oldest is not None
-            assert group is not None
-            # A version newer than the head is another learner's or a head not yet seen here: such a group has to wait.
-            if head - oldest <= self.max_lag and entry.newest_version() <= head:
-                eligible.append((oldest, group.index, name))
-        if len(eligible) < self.groups_per_step:
+    def retries(self, now: float) -> list[Retried]:
+        """The groups to be queued again, with their missing members. They are named until `retried` folds what the ledger keeps."""
+        return [
+            Retried(run=self.run, at=now, group=group.model_copy(update={"attempt": entry.attempt + 1, "wanted": entry.missing}))
+            for _, entry in self._unsettled()
+            if (group := entry.group) is not None and self._may_retry(entry) and entry.deadline(self.started_at) <= now
+        ]
+
+    def retrying(self) -> tuple[Group, ...]:
+        """What the newest attempt of each group that was queued again asks for: a learner that died before queueing it does so now."""
+        return tuple(entry.retry.group for _, entry in self._unsettled() if entry.retry is not None)
+
+    def fail(self, group: str, reason: str, *, head: int, now: float) -> OutcomeEvent | None:
+        """End an open group as failed: its work is poison. None if it has ended or is being trained, which nothing ends. One whose
+        Admitted event is not seen yet is ended by the `sweep` after it."""
+        if group in self._ended or group in self._taken:
             return None
-        names = sorted(name for _, _, name in sorted(eligible)[: self.groups_per_step])
-        batch = Batch(head, tuple(self._batch_group(name) for name in names))
+        entry = self._open.get(group, OpenGroup())
+        self._open[group] = replace(entry, failure=reason)
+        return None if entry.group is None else self._end(group, Outcome.FAILED, reason, head, now)
+
+    def next_batch(self, head: int) -> Batch | None:
+        """The next batch to train from `head`, or None while there are too few groups or `waiting_for` names one. Its groups are
+        taken until `commit` or `release`: nothing else ends them meanwhile."""
+        names = self._oldest_ready(head)
+        if len(names) < self.groups_per_step or self._held_back_by(names, head):
+            return None
+        batch = Batch(head, tuple(self._batch_group(name) for name in sorted(names)))
         self._taken.update(dict.fromkeys(names, batch))
         return batch
+
+    def waiting_for(self, head: int) -> tuple[str, ...]:
+        """The incomplete groups that a step with enough groups is held back for, because it would make one of them stale."""
+        names = self._oldest_ready(head)
+        return self._held_back_by(names, head) if len(names) == self.groups_per_step else ()
 
     def commit(self, batch: Batch, version: int, *, now: float) -> list[OutcomeEvent]:
         """End the batch's groups as trained, after version `version` is durable. The events are in order of group id."""
@@ -325,8 +307,8 @@ class Assembler:
             name, rewards = entry.group.group, entry.rewards
             events.append(OutcomeEvent(
                 run=self.run, group=name, outcome=Outcome.TRAINED, version=version, lag=batch.head - entry.oldest_version,
-                members=len(entry.members), reward_mean=math.fsum(rewards) / len(rewards), at=now,
-                reason=f"without failed members {list(entry.excluded)}" if entry.excluded else "",
+                members=len(entry.members), reward_mean=math.fsum(rewards) / len(rewards), at=now, reason=_why_without(self._open[name]),
+                arrived=self._open[name].arrived, trained=tuple(m.trajectory.member for m in entry.members),
             ))
             self._forget(name, Outcome.TRAINED)
         return events
@@ -346,8 +328,59 @@ class Assembler:
     def _idle(self) -> list[str]:
         return [name for name in self.open_groups if name not in self._taken]
 
-    def _can_expire(self, name: str, entry: _Open) -> bool:
-        return entry.group is not None and name not in self._taken and not entry.complete
+    def _unsettled(self) -> list[tuple[str, OpenGroup]]:
+        """Who has a deadline: admitted, and still waiting for members."""
+        return [(name, self._open[name]) for name in self._idle() if not self._open[name].settled]
+
+    def _state(self, entry: OpenGroup) -> State:
+        return entry.state(self.min_group_members)
+
+    def _may_retry(self, entry: OpenGroup) -> bool:
+        return self.deadline_policy is DeadlinePolicy.RETRY and entry.attempt < self.group_retries
+
+    def _verdict(self, entry: OpenGroup, head: int) -> tuple[Outcome, str] | None:
+        """How a group has to end, if it has to."""
+        if entry.failure:
+            return Outcome.FAILED, entry.failure
+        if entry.oldest_aborted is not None and head - entry.oldest_aborted > self.max_lag:
+            return Outcome.STALE, f"aborted: {self._why_stale(entry.oldest_aborted, head)}"
+        match self._state(entry):
+            case State.FAILED:
+                return Outcome.FAILED, _why_failed(entry)
+            case State.ZERO_VARIANCE:
+                return Outcome.ZERO_VARIANCE, "all rewards are equal" + (f", {_why_without(entry)}" if entry.missing else "")
+            case State.WAITING | State.READY if entry.oldest_version is not None and head - entry.oldest_version > self.max_lag:
+                return Outcome.STALE, self._why_stale(entry.oldest_version, head)
+        return None
+
+    def _why_stale(self, oldest: int, head: int) -> str:
+        return f"oldest token is of version {oldest}, lag {head - oldest} exceeds {self.max_lag}"
+
+    def _trainable(self, entry: OpenGroup, head: int) -> bool:
+        oldest = entry.oldest_version
+        if self._state(entry) is not State.READY or oldest is None:
+            return False
+        # A version newer than the head is another learner's or a head not yet seen here: such a group has to wait.
+        return head - oldest <= self.max_lag and entry.newest_version <= head
+
+    def _oldest_ready(self, head: int) -> list[str]:
+        """The groups of the next batch, as far as there are enough."""
+        eligible = []
+        for name in self._idle():
+            entry = self._open[name]
+            if self._trainable(entry, head):
+                assert entry.group is not None
+                eligible.append((entry.lower_bound, entry.group.index, name))
+        return [name for _, _, name in sorted(eligible)[: self.groups_per_step]]
+
+    def _held_back_by(self, batch: list[str], head: int) -> tuple[str, ...]:
+        if self.stale_policy is StalePolicy.DROP:
+            return ()
+        last_heads = {
+            name: entry.lower_bound + self.max_lag for name in self._idle()
+            if self._state(entry := self._open[name]) is State.WAITING or self._trainable(entry, head)
+        }
+        return held_back_by(last_heads, batch, head, self.groups_per_step)
 
     def _check_taken(self, batch: Batch) -> None:
         for name in batch.group_ids:
@@ -358,37 +391,44 @@ class Assembler:
     def _batch_group(self, name: str) -> BatchGroup:
         entry = self._open[name]
         assert entry.group is not None
-        usable = entry.usable
-        excluded = tuple(k for k in sorted(entry.members) if entry.members[k].reward is None)
-        return BatchGroup(entry.group, tuple(m.graded for m in usable), excluded)
+        return BatchGroup(entry.group, tuple(m.graded for m in entry.usable), entry.excluded)
 
     def _end(self, name: str, outcome: Outcome, reason: str, head: int, now: float) -> OutcomeEvent:
         entry = self._open[name]
-        oldest = entry.oldest_version()
-        rewards = entry.rewards
+        oldest, rewards = entry.oldest_version, entry.rewards
         self._forget(name, outcome)
         return OutcomeEvent(
             run=self.run, group=name, outcome=outcome, reason=reason, version=head + 1 if head >= 0 else -1,
             lag=head - oldest if oldest is not None and head >= 0 else -1, members=len(entry.members),
-            reward_mean=math.fsum(rewards) / len(rewards) if rewards else None, at=now,
+            reward_mean=math.fsum(rewards) / len(rewards) if rewards else None, at=now, arrived=entry.arrived,
         )
 
     def _forget(self, name: str, outcome: Outcome) -> None:
         entry = self._open.pop(name, None)
         if entry is not None:
             self._held_bytes -= entry.size
+            self.lengths.count(outcome, (m.graded.trajectory for m in entry.members.values()))
         self._taken.pop(name, None)
         self._ended[name] = outcome
 
 
-def _fits(trajectory: Trajectory, group: Group) -> bool:
-    return trajectory.members == group.members and trajectory.index == group.index and trajectory.task.id == group.task.id
-
-
-def _why_failed(entry: _Open) -> str:
+def _why_failed(entry: OpenGroup) -> str:
     causes = []
-    for member in sorted(entry.members):
+    for member in entry.arrived:
         graded = entry.members[member].graded
         if entry.members[member].reward is None:
             causes.append(f"member {member}: {graded.cause or graded.trajectory.finish}")
     return f"{len(causes)} of {len(entry.members)} members failed; " + "; ".join(causes[:3])
+
+
+def _why_expired(entry: OpenGroup) -> str:
+    assert entry.group is not None
+    tries = f" in attempt {entry.attempt + 1}" if entry.attempt else ""
+    return f"{len(entry.missing)} of {entry.group.members} members missing after {entry.group.deadline_s:g} s{tries}: {list(entry.missing)}"
+
+
+def _why_without(entry: OpenGroup) -> str:
+    failed = [k for k in entry.arrived if entry.members[k].reward is None]
+    parts = [f"without failed members {failed}"] if failed else []
+    parts += [f"without missing members {list(entry.missing)}"] if entry.missing else []
+    return ", ".join(parts)
