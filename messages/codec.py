@@ -26,19 +26,22 @@ import zstandard
 from pydantic import BaseModel, ValidationError
 
 from driftline.messages.errors import MalformedMessage, PayloadTooLarge
+from driftline.messages.map_limits import WALK_ABOVE, check_map
 from driftline.messages.registry import schema
 from driftline.messages.types import Message
 
-__all__ = ["MAX_DECODED_BYTES", "decode", "encode"]
+__all__ = ["MAX_DECODED_BYTES", "decode", "decoded_bytes", "encode"]
 
 KIB, MIB = 1024, 1024 * 1024
 
 MAX_DECODED_BYTES: Final = 256 * MIB
 """A decoded message, arrays included. Weights do not travel as messages, so this is generous."""
 MAX_MAP_BYTES: Final = 32 * MIB
-MAX_CONTAINERS: Final = 1 << 20  # one byte on the wire can be an empty list of 56 bytes in memory: count them
 MAX_DEPTH: Final = 24
 MAX_DIMENSIONS: Final = 8
+MAX_WINDOW_BYTES: Final = 8 * MIB
+"""What the decompressor may keep for a frame that is cut off (a whole one is decompressed in place)."""
+SHOWN_ERRORS: Final = 100
 COMPRESS_ABOVE: Final = 4 * KIB
 COMPRESS_LEVEL: Final = 1  # level 3 is no smaller on token ids and log-probabilities, and slower
 
@@ -62,7 +65,7 @@ class _Zstd(threading.local):
 
     def __init__(self) -> None:
         self.compressor = zstandard.ZstdCompressor(level=COMPRESS_LEVEL, write_content_size=True)
-        self.decompressor = zstandard.ZstdDecompressor()
+        self.decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
 
 
 _zstd = _Zstd()
@@ -79,6 +82,7 @@ def encode(message: Message) -> bytes:
     if len(head) > MAX_MAP_BYTES:
         raise PayloadTooLarge(f"the limit is {MAX_MAP_BYTES} bytes", field=message.schema_name, value=len(head),
                               remedy="put bulk data in arrays or blobs")  # fmt: skip
+    _refuse_to_send_too_much(message, head)
     raw = b"".join(arrays.body(head))
     if len(raw) > MAX_DECODED_BYTES:
         raise PayloadTooLarge(f"the limit is {MAX_DECODED_BYTES} bytes", field=message.schema_name, value=len(raw),
@@ -90,6 +94,19 @@ def encode(message: Message) -> bytes:
     return _HEAD.pack(_MAGIC, _FORMAT, 0, len(head), len(raw)) + raw
 
 
+def _refuse_to_send_too_much(message: Message, head: bytes) -> None:
+    try:
+        if len(head) > WALK_ABOVE:
+            check_map(head)
+    except MalformedMessage as error:
+        raise PayloadTooLarge(error.problem, field=message.schema_name, value=len(head), remedy=error.remedy) from error
+
+
+def decoded_bytes(data: bytes) -> int:
+    """What a frame says it is when decompressed: how much work decoding it is. Not yet checked against anything."""
+    return int(_HEAD.unpack_from(data)[4]) if len(data) >= _HEAD.size else 0
+
+
 def decode(data: bytes, *, max_bytes: int = MAX_DECODED_BYTES) -> Message:
     """The message in a frame. Raises UnknownSchema or MalformedMessage, and nothing else."""
     name, version, body = _unpack(data, max_bytes)
@@ -97,6 +114,8 @@ def decode(data: bytes, *, max_bytes: int = MAX_DECODED_BYTES) -> Message:
     try:
         return cls.model_validate(body)
     except ValidationError as error:
+        if error.error_count() > SHOWN_ERRORS:  # to list a million takes longer than to decode them
+            raise MalformedMessage(f"{name}: {error.error_count()} values are wrong") from None
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join([name, *(str(part) for part in first["loc"])])
         more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
@@ -172,16 +191,17 @@ def _unpack(data: bytes, max_bytes: int) -> tuple[str, int, dict[str, Any]]:
     """Schema name, version and body, with arrays as views."""
     raw, map_length = _body(data, max_bytes)
     view = memoryview(raw)
-    budget = _Budget(view[map_length + -map_length % _ALIGN :])
+    arrays = _Views(view[map_length + -map_length % _ALIGN :])
+    if map_length > WALK_ABOVE:
+        check_map(view[:map_length])
     try:
         top = msgpack.unpackb(
             view[:map_length],
             raw=False,
             strict_map_key=True,
             use_list=True,
-            object_hook=budget.container,
-            list_hook=budget.container,
-            ext_hook=budget.array,
+            object_pairs_hook=_mapping,
+            ext_hook=arrays.array,
         )
     except MalformedMessage:
         raise
@@ -224,18 +244,21 @@ def _body(data: bytes, max_bytes: int) -> tuple[bytes | memoryview, int]:
     return raw, map_length
 
 
-class _Budget:
-    """Hooks of one unpacking: counts containers, and turns array descriptors into views of `buffer`."""
+def _mapping(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
+    """A map of texts, each once: two readers must not disagree on which of two values counts."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise MalformedMessage("a key is there twice", field="map", value=len(pairs))
+    if not all(type(key) is str for key in found):
+        raise MalformedMessage("a map key is text", field="map", value=next(k for k in found if type(k) is not str))
+    return found
+
+
+class _Views:
+    """Turns array descriptors into views of `buffer`."""
 
     def __init__(self, buffer: memoryview) -> None:
         self._buffer = buffer
-        self._containers = 0
-
-    def container(self, value: Any) -> Any:
-        self._containers += 1
-        if self._containers > MAX_CONTAINERS:
-            raise MalformedMessage("too many lists and maps", field="containers", remedy=f"at most {MAX_CONTAINERS}")
-        return value
 
     def array(self, code: int, data: bytes) -> np.ndarray:
         if code != _ARRAY_EXT:
@@ -264,12 +287,14 @@ class _Budget:
 def _check_depth(body: dict[str, Any]) -> None:
     level: list[Any] = [body]
     for _ in range(MAX_DEPTH):
-        level = [
-            item
-            for container in level
-            for item in (container.values() if isinstance(container, dict) else container)
-            if isinstance(item, (dict, list))
-        ]
-        if not level:
+        inner: list[Any] = []
+        for container in level:
+            for item in container.values() if isinstance(container, dict) else container:
+                if isinstance(item, (dict, list)):
+                    inner.append(item)
+                elif isinstance(item, msgpack.Timestamp):  # the one extension that msgpack decodes without asking
+                    raise MalformedMessage("unknown msgpack extension", field="extension", value=-1)
+        if not inner:
             return
+        level = inner
     raise MalformedMessage("nested too deeply", field="depth", remedy=f"at most {MAX_DEPTH}")

@@ -1,7 +1,7 @@
 """Between a message and the bytes a stream holds: encoding, and the claim check for what is too large for a stream.
 
 A frame above `CLAIM_ABOVE` is put into the run's claim stream and a `Claim` is stored in its place; opening a claim reads it
-back. Both buses share this, so a service cannot tell. Frames above a megabyte are coded in a thread.
+back. Both buses share this, so a service cannot tell. Frames above a megabyte, compressed or not, are decoded in a thread.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 from typing import Final
 
 from driftline.messages.blobs import CLAIM_ABOVE, CLAIM_SPACE, Chunks, Claim, delete_blob, get_blob, put_blob
-from driftline.messages.codec import MAX_DECODED_BYTES, decode, encode
+from driftline.messages.codec import MAX_DECODED_BYTES, decode, decoded_bytes, encode
 from driftline.messages.dead_letters import run_of
 from driftline.messages.errors import MalformedMessage
 from driftline.messages.types import Message
@@ -65,6 +65,6 @@ async def drop_claim(bus: Chunks, claim: Claim) -> None:
 
 
 async def _decode(data: bytes) -> Message:
-    if len(data) > _IN_THREAD_ABOVE:
+    if max(len(data), decoded_bytes(data)) > _IN_THREAD_ABOVE:  # a kilobyte may decompress to a hundred megabytes
         return await asyncio.to_thread(decode, data)
     return decode(data)

@@ -77,7 +77,8 @@ class Pack(_Part):
 class TensorEntry(_Part):
     name: str = Field(min_length=1, max_length=1024)
     dtype: str
-    shape: tuple[int, ...]
+    # Bounded, because sizes are multiplied: a product of a million of them is a number of megabytes.
+    shape: tuple[Annotated[int, Field(ge=0, lt=2**63)], ...] = Field(max_length=32)
     digest: Digest
 
     @property
@@ -126,7 +127,8 @@ class Encoding(_Part):
             raise ValueError(f"pack = {int(self.pack.max())} of {len(self.packs)} packs")
         sizes = np.asarray([pack.size for pack in self.packs], np.int64)
         inside = (self.offset >= 0) & (self.length >= 0)
-        inside[placed] &= self.offset[placed] + self.length[placed] <= sizes[self.pack[placed]]
+        # A difference, because the sum of two int64 off the wire may wrap round and look small.
+        inside[placed] &= self.length[placed] <= sizes[self.pack[placed]] - self.offset[placed]
         if not inside.all():
             raise ValueError(f"offset: shard {int(np.flatnonzero(~inside)[0])} lies outside its pack")
 
