@@ -6,7 +6,7 @@ Importing this imports no torch and no service. Names a caller needs are here; t
 from driftline.messages.blobs import BlobRef, delete_blob, get_blob, has_blob, put_blob
 from driftline.messages.bus import Bus, Delivery, Depth, PubAck, Stored
 from driftline.messages.codec import decode, encode
-from driftline.messages.dead_letters import DeadLetter, Raw, dead_letters
+from driftline.messages.dead_letters import Archive, DeadLetter, Raw, dead_letters, follow_dead, group_of
 from driftline.messages.errors import (
     BrokerDenied,
     BrokerFull,
@@ -24,7 +24,14 @@ from driftline.messages.leases import Leases, lease
 from driftline.messages.memory import MemoryBroker, MemoryBus
 from driftline.messages.nats_bus import NatsBus
 from driftline.messages.nats_connection import Credentials
-from driftline.messages.recording import RecordedGroup, RecordedVersion, load_batch, load_version, store_batch, store_version
+from driftline.messages.recording import (
+    RecordedGroup,
+    RecordedVersion,
+    load_batch,
+    load_version,
+    store_batch,
+    store_version,
+)
 from driftline.messages.registry import register
 from driftline.messages.server import NatsServer
 from driftline.messages.subjects import (
@@ -51,6 +58,7 @@ from driftline.messages.types import (
     Retried,
     RunFinished,
     Sampling,
+    Taken,
     Task,
     Trajectory,
     array_field,
@@ -58,6 +66,7 @@ from driftline.messages.types import (
 
 __all__ = [
     "Admitted",
+    "Archive",
     "BlobRef",
     "BrokerDenied",
     "BrokerFull",
@@ -101,6 +110,7 @@ __all__ = [
     "Stored",
     "StreamSpec",
     "Subjects",
+    "Taken",
     "Task",
     "Topology",
     "Trajectory",
@@ -110,7 +120,9 @@ __all__ = [
     "decode",
     "delete_blob",
     "encode",
+    "follow_dead",
     "get_blob",
+    "group_of",
     "has_blob",
     "lease",
     "load_batch",

@@ -55,6 +55,7 @@ for _cls in (
     types.Retried,
     types.Trajectory,
     types.Graded,
+    types.Taken,
     types.OutcomeEvent,
     types.RunFinished,
     types.LearnerOwner,

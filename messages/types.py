@@ -32,6 +32,7 @@ __all__ = [
     "Retried",
     "RunFinished",
     "Sampling",
+    "Taken",
     "Task",
     "Trajectory",
     "array_field",
@@ -232,6 +233,18 @@ class Graded(Message):
         if self.reward is None and not self.cause:
             raise ValueError("a failed grading needs a cause")
         return self
+
+
+class Taken(Message):
+    """Ledger event, on the subject of the group's outcome: the learner is about to train on the group, to make `version`. It
+    is in the ledger before the step, so that no other learner can end the group meanwhile. Not an outcome: those come after it."""
+
+    schema_name: ClassVar[str] = "taken"
+
+    group: str
+    version: int = Field(ge=1)
+    epoch: int = Field(ge=0)
+    at: float = 0.0
 
 
 class Outcome(StrEnum):

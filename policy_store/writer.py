@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from driftline.messages.blobs import BlobRef
-from driftline.messages.bus import Bus
+from driftline.messages.bus import Bus, Stored
 from driftline.messages.errors import ConfigError, HeadConflict, IntegrityError
 from driftline.messages.subjects import Subjects
 from driftline.policy_store.blobs import BlobStore
@@ -44,6 +44,8 @@ from driftline.policy_store.workers import Workers, shared_workers
 
 __all__ = ["PolicyWriter"]
 
+FENCE_ATTEMPTS = 8
+
 
 class PolicyWriter:
     """The single writer of a run's policy. Holds one private copy of the newest version, the base of the next delta."""
@@ -67,11 +69,17 @@ class PolicyWriter:
         """The newest version this writer knows to be current; -1 for none."""
         return -1 if self._parent is None else self._parent.version
 
-    async def resume(self) -> PolicyHead | None:
-        """Read where the run stands, and that version's weights as the base. Call before the first `publish`."""
+    async def resume(self, *, fence: str = "") -> PolicyHead | None:
+        """Read where the run stands, and that version's weights as the base. Call before the first `publish`.
+
+        `fence`: a name that is new with every owner of the run. The head is stored again, unchanged, so that a compare-and-set
+        by anyone who read it before fails from now on: an earlier owner that wakes up late cannot move it.
+        """
         async with self._one:
             self._ready = False
             stored = await self._bus.last(self._subjects.stream("POLICY"), self._subjects.head)
+            if stored is not None and fence:
+                stored = await self._fence(stored, fence)
             if stored is None:
                 self._head_seq, self._parent, self._base = 0, None, {}
                 self._ready = True
@@ -84,6 +92,19 @@ class PolicyWriter:
             self._head_seq, self._parent = stored.seq, parent
             self._ready = True
             return head
+
+    async def _fence(self, stored: Stored, fence: str) -> Stored:
+        for _ in range(FENCE_ATTEMPTS):
+            try:
+                ack = await self._bus.publish(self._subjects.head, stored.message, id=f"{self.run}/fence/{fence}/{stored.seq}",
+                                              expect_last=stored.seq)
+                return Stored(ack.seq, stored.subject, stored.message)
+            except HeadConflict:  # it moved in between: an earlier owner's last word
+                newer = await self._bus.last(self._subjects.stream("POLICY"), self._subjects.head)
+                if newer is not None:
+                    stored = newer
+        raise HeadConflict(f"the head moved {FENCE_ATTEMPTS} times while it was being fenced", field="run", value=self.run,
+                           remedy="another learner is publishing: stop it")
 
     async def base(self) -> State:
         """A copy of the weights of the version the writer stands on: what a resumed learner starts from."""

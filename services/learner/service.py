@@ -1,8 +1,9 @@
 """The learner service: forms batches, takes steps, commits versions. It alone writes outcomes, so a group can end only once.
 
-The commit, in this order: optimizer state on disk, policy bytes and manifest (which names the trajectories consumed), the head by compare-and-set, the outcomes,
-the acknowledgements. A learner that dies between any two resumes from the head: what the manifest names is ended as trained and never trained again, the
-rest is delivered again. A second learner on the same run loses the compare-and-set and stops (HeadConflict).
+The commit, in this order: the batch on record, its groups taken in the ledger, the step, policy bytes and manifest (which names the trajectories consumed and
+the record), the head by compare-and-set, the outcomes, the acknowledgements. A learner that dies between any two resumes from the head: what the manifest names
+is ended as trained and never trained again, the rest is delivered again. Optimizer state is written beside the training; what a crash cost of it is recomputed
+from the record (`recovery`). One learner at a time (`ownership`); one that was replaced can neither move the head nor end a group that is being trained on.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from pathlib import Path
 import structlog
 import torch
 
-from driftline.messages import Leases
+from driftline.messages.blobs import BlobRef
 from driftline.messages.bus import Bus, Delivery
-from driftline.messages.errors import BrokerUnavailable, DriftlineError, HeadConflict
+from driftline.messages.errors import DriftlineError
+from driftline.messages.recording import store_batch, store_version
 from driftline.messages.subjects import Subjects
 from driftline.messages.types import Admitted, Graded, Outcome, OutcomeEvent, RunFinished
 from driftline.policy_store.blobs import BlobStore
@@ -27,12 +29,17 @@ from driftline.policy_store.reader import PolicyReader
 from driftline.policy_store.writer import PolicyWriter
 from driftline.services.config import Config
 from driftline.services.learner.assembler import Arrival, Assembler, Batch
+from driftline.services.learner.checkpoints import Checkpointer, CheckpointFiles
 from driftline.services.learner.drift_metrics import Drift
-from driftline.services.learner.optimizer_files import OptimizerFiles
+from driftline.services.learner.held import HeldMembers
+from driftline.services.learner.ledger import LedgerPen
+from driftline.services.learner.ownership import Ownership
 from driftline.services.learner.probe import NumericsProbe
+from driftline.services.learner.records import records_of
+from driftline.services.learner.recovery import How, recover, version_of
 from driftline.services.learner.trainer import StepReport, Trainer
 from driftline.services.policy_model import build_model, policy_torch_dtype
-from driftline.services.publishing import publish_patiently, pull_patiently
+from driftline.services.publishing import pull_patiently
 from driftline.services.runtime import run_topology
 from driftline.services.telemetry import Reporter
 from driftline.services.tensors import from_host, to_host
@@ -59,37 +66,51 @@ class LearnerService:
         self._consumer = next(c for c in run_topology(config).consumers if c.durable == "learner")
         self._writer = PolicyWriter(bus, blobs, self._run, config.policy.full_every)
         self._reader = PolicyReader(bus, blobs, self._run)
-        self._files = OptimizerFiles(run_dir / "learner")
+        self._files = CheckpointFiles(run_dir / "learner")
+        self._checkpoints = Checkpointer(self._files, every=config.learner.checkpoint_every, bound=config.learner.max_recompute)
+        self._owner = Ownership(bus, self._run, lease_s=config.learner.lease_s)
+        self._pen = LedgerPen(bus, self._run, full_wait_s=config.dispatcher.full_wait_s)
+        self._held = HeldMembers()
         self.assembler = Assembler(
             run=self._run, groups_per_step=config.run.groups_per_step, max_lag=config.run.max_lag,
             min_group_members=config.learner.min_group_members, started_at=time.time(),
         )
         self.head = -1
-        self._leases = Leases()
-        self._held: dict[str, list[Delivery]] = {}
+        self._digest = ""
+        self._optimizer = "fresh"
         self._changed = asyncio.Event()
+        self._room = asyncio.Event()
+        self._starved = False
         self._seen = 0
         self._started_at: float | None = None
         self._bad_steps = 0
+        self._failed_in_a_row = 0
         self._probe: NumericsProbe | None = None
 
     async def run(self) -> None:
         """Train until `run.steps` versions exist or the time limit is over, then declare the run finished."""
-        trainer = await self._resume()
-        newest = await self._bus.last(self._ledger, self._subjects.ledger)
-        async with asyncio.TaskGroup() as tasks, self._leases:
-            helpers = [tasks.create_task(self._follow_ledger(), name="ledger")]
-            while self._seen < (newest.seq if newest else 0):
-                await self._wait(None)
-            await self._recover()
-            helpers += [
-                tasks.create_task(self._receive(), name="receive"),
-                tasks.create_task(self._forget_lost(), name="lost leases"),
-            ]
-            reason = await self._train(trainer)
-            await self._finish(reason)
-            for helper in helpers:
-                helper.cancel()
+        self._pen.epoch = await self._owner.claim()
+        try:
+            async with asyncio.TaskGroup() as tasks, self._held:
+                helpers = [tasks.create_task(self._owner.keep(), name="ownership")]
+                trainer = await self._resume()
+                newest = await self._bus.last(self._ledger, self._subjects.ledger)
+                helpers.append(tasks.create_task(self._follow_ledger(), name="ledger"))
+                while self._seen < (newest.seq if newest else 0):
+                    await self._wait(None)
+                await self._recover()
+                helpers += [
+                    tasks.create_task(self._receive(), name="receive"),
+                    tasks.create_task(self._held.forget_lost(), name="lost leases"),
+                ]
+                end = await self._ended_before() or await self._train(trainer)
+                await self._finish(end)
+                await self._checkpoints.last(trainer, self.head, self._digest)
+                for helper in helpers:
+                    helper.cancel()
+        finally:
+            await self._checkpoints.close()
+            await self._owner.release()
 
     async def _resume(self) -> Trainer:
         """The trainer at the newest head; version 0 is published here if there is none yet."""
@@ -98,17 +119,19 @@ class LearnerService:
         trainer = Trainer(model, learner, dtype=policy_torch_dtype(self._config))
         if learner.probe_members:
             self._probe = NumericsProbe(model, members=learner.probe_members, keep=self._config.run.max_lag + 1, replay=learner.router_replay)
-        head = await self._writer.resume()
+        head = await self._writer.resume(fence=str(self._pen.epoch))
         if head is None:
-            await self._publish(trainer, 0, ())
+            await self._publish(trainer, 0, (), None)
             return trainer
-        self.head = head.version
-        tensors = from_host(await self._writer.base())
-        await asyncio.to_thread(trainer.load_policy, tensors)
-        self._remember(head.version, tensors)
-        found = await asyncio.to_thread(self._files.load, trainer, head.version, head.digest)
-        log.info("resumed", version=head.version, optimizer="restored" if found else "fresh",
-                 **({} if found else {"cause": f"no optimizer state for this version in {self._files.root}"}))
+        self.head, self._digest = head.version, head.digest
+        manifest = await self._reader.load(head.link)
+        weights = from_host(await self._writer.base())
+        found = await recover(trainer, manifest, weights, self._bus, self._files)
+        self._optimizer, self._checkpoints.durable = found.how.value, found.start
+        self._remember(head.version, weights)
+        log.log(30 if found.how in (How.FRESH, How.INEXACT) else 20, "resumed", version=head.version, optimizer=found.how,
+                checkpoint=found.start, steps_recomputed=found.steps, **({"cause": found.cause} if found.cause else {}))
+        await store_version(self._bus, version_of(manifest))
         return trainer
 
     def _remember(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -118,12 +141,14 @@ class LearnerService:
     async def _follow_ledger(self) -> None:
         async with aclosing(self._bus.follow(self._ledger, self._subjects.ledger)) as events:  # type: ignore[type-var]
             async for stored in events:
+                self._pen.seen(stored)
                 match stored.message:
                     case Admitted() as admitted:
                         self._started_at = admitted.at if self._started_at is None else self._started_at
                         self.assembler.admit(admitted.group, admitted.at)
                     case OutcomeEvent() as outcome:
                         self.assembler.ended(outcome)
+                        await self._held.acknowledge(outcome.group)
                 self._seen = stored.seq
                 self._changed.set()
 
@@ -133,9 +158,21 @@ class LearnerService:
             manifest: Manifest = await self._reader.manifest(self.head)
             await self._end(self.assembler.recover(manifest.consumed, self.head, now=time.time()))
 
+    async def _ended_before(self) -> RunFinished | None:
+        """The run was declared finished by a learner that may not have come to the end of its outcomes."""
+        stored = await self._bus.last(self._subjects.stream("CONTROL"), self._subjects.finished)
+        return stored.message if stored is not None and isinstance(stored.message, RunFinished) else None
+
     async def _receive(self) -> None:
+        limit = self._config.learner.held_bytes
         while True:
-            for delivery in await pull_patiently(self._bus, self._consumer, batch=PULL_BATCH, timeout_s=PULL_S):
+            # Over the limit only what a waiting trainer lacks is taken, one at a time: the limit must not become a deadlock.
+            over = self.assembler.held_bytes >= limit
+            if over and not self._starved:
+                self._room.clear()
+                await self._room.wait()
+                continue
+            for delivery in await pull_patiently(self._bus, self._consumer, batch=1 if over else PULL_BATCH, timeout_s=PULL_S):
                 await self._take(delivery)
             self._changed.set()
 
@@ -147,19 +184,11 @@ class LearnerService:
         match self.assembler.arrive(graded):
             case Arrival.ACCEPTED | Arrival.DUPLICATE:
                 # A duplicate may be the held message again: it is acknowledged with the first, when the group has ended.
-                self._leases.add(delivery)
-                self._held.setdefault(graded.trajectory.group, []).append(delivery)
+                self._held.add(graded.trajectory.group, delivery)
             case Arrival.ALREADY_ENDED:
-                await self._acknowledge([delivery])
+                await self._held.settle([delivery])
             case Arrival.UNKNOWN:
                 await delivery.dead_letter("contradicts the group it names, or is of another run")
-
-    async def _forget_lost(self) -> None:
-        """A delivery whose lease lapsed comes again and is held then; the member itself stays in the assembler."""
-        while True:
-            lost = set(await self._leases.take_lost())
-            for name, deliveries in list(self._held.items()):
-                self._held[name] = [d for d in deliveries if d not in lost]
 
     async def _wait(self, timeout_s: float | None) -> None:
         try:
@@ -169,21 +198,35 @@ class LearnerService:
             return
         self._changed.clear()
 
-    async def _train(self, trainer: Trainer) -> str:
+    async def _train(self, trainer: Trainer) -> RunFinished:
+        run = self._config.run
         waiting_since = time.monotonic()
-        while self.head < self._config.run.steps:
+        while self.head < run.steps:
             now = time.time()
             if self._out_of_time(now):
-                return f"time limit of {self._config.run.time_limit_s:g} s reached"
+                return self._finished(f"time limit of {run.time_limit_s:g} s reached")
             await self._end([*self.assembler.sweep(self.head, now=now), *self.assembler.expire(now, head=self.head)])
+            if run.max_failed_groups and self._failed_in_a_row >= run.max_failed_groups:
+                return self._finished(f"{self._failed_in_a_row} groups in a row failed (run.max_failed_groups)", failed=True)
             batch = self.assembler.next_batch(self.head)
             if batch is None:
-                await self._wait(self._patience(time.time()))
+                await self._starve(self._patience(time.time()))
                 continue
             waited = time.monotonic() - waiting_since
             await self._step(trainer, batch, waited)
             waiting_since = time.monotonic()
-        return f"{self._config.run.steps} versions produced"
+        return self._finished(f"{run.steps} versions produced")
+
+    def _finished(self, reason: str, *, failed: bool = False) -> RunFinished:
+        return RunFinished(run=self._run, version=self.head, reason=reason, at=time.time(), failed=failed)
+
+    async def _starve(self, timeout_s: float | None) -> None:
+        self._starved = True
+        self._room.set()
+        try:
+            await self._wait(timeout_s)
+        finally:
+            self._starved = False
 
     def _patience(self, now: float) -> float | None:
         """How long nothing but an arrival can matter: until the next deadline or the end of the run's time."""
@@ -199,16 +242,26 @@ class LearnerService:
 
     async def _step(self, trainer: Trainer, batch: Batch, waited: float) -> None:
         began = time.monotonic()
+        version = batch.head + 1
+        await self._checkpoints.before(trainer, batch.head, self._digest)
+        elsewhere = await self._pen.take(batch.group_ids, version)
+        if elsewhere:
+            self.assembler.release(batch)
+            for event in elsewhere:
+                self.assembler.ended(event)
+            return
         skipped = trainer.skipped
-        numerics = await asyncio.to_thread(self._probe.measure, batch) if self._probe is not None else None
-        report = await asyncio.to_thread(trainer.step, batch)
+        async with asyncio.TaskGroup() as tasks:
+            recording = tasks.create_task(store_batch(self._bus, self._run, records_of(self._run, batch), version))
+            numerics = await asyncio.to_thread(self._probe.measure, batch) if self._probe is not None else None
+            report = await asyncio.to_thread(trainer.step, batch)
         if trainer.skipped > skipped:
             await self._refuse(batch, report)
             return
         self._bad_steps = 0
-        version = batch.head + 1
-        manifest, publish_s = await self._publish(trainer, version, batch.consumed)
+        manifest, publish_s = await self._publish(trainer, version, batch.consumed, recording.result())
         await self._end(self.assembler.commit(batch, version, now=time.time()))
+        await self._checkpoints.after(trainer, version, manifest.digest)
         await self._measure(report, numerics, manifest, version, waited, time.monotonic() - began, publish_s)
 
     async def _refuse(self, batch: Batch, report: StepReport) -> None:
@@ -217,9 +270,10 @@ class LearnerService:
         log.error("step refused: the gradient is not finite", head=batch.head, groups=batch.group_ids, in_a_row=self._bad_steps)
         self.assembler.release(batch)
         events = [
-            OutcomeEvent(run=self._run, group=name, outcome=Outcome.FAILED, reason="the step's gradient was not finite",
-                         version=batch.head + 1, members=0, at=time.time())
-            for name in batch.group_ids
+            OutcomeEvent(run=self._run, group=entry.group.group, outcome=Outcome.FAILED, reason="the step's gradient was not finite",
+                         version=batch.head + 1, members=0, at=time.time(),
+                         arrived=tuple(sorted({*(m.trajectory.member for m in entry.members), *entry.excluded})))
+            for entry in batch.groups
         ]
         for event in events:
             self.assembler.ended(event)
@@ -228,48 +282,37 @@ class LearnerService:
             raise DriftlineError(f"{self._bad_steps} steps in a row had a gradient that is not finite", field="grad_norm",
                                  value=report.values.get("grad_norm"), remedy="lower learner.lr, or inspect the rewards")
 
-    async def _publish(self, trainer: Trainer, version: int, consumed: Sequence[str]) -> tuple[Manifest, float]:
-        """Optimizer, bytes, manifest, head: durable in that order."""
+    async def _publish(
+        self, trainer: Trainer, version: int, consumed: Sequence[str], batch: BlobRef | None
+    ) -> tuple[Manifest, float]:
+        """Bytes, manifest, head, the word on record: durable in that order."""
         began = time.monotonic()
         tensors = await asyncio.to_thread(trainer.state)
-        state = to_host(tensors)
-        await asyncio.to_thread(self._files.save, trainer, version, state)
         manifest = await self._writer.publish(
-            state, version=version, learner_step=version, consumed=consumed, numerics=self._numerics()
+            to_host(tensors), version=version, learner_step=version, consumed=consumed, numerics=self._numerics(), batch=batch
         )
-        self.head = version
+        self.head, self._digest, self._optimizer = version, manifest.digest, "continued"
+        await store_version(self._bus, version_of(manifest))
         self._remember(version, tensors)
-        await asyncio.to_thread(self._files.keep_newest, 2)
         return manifest, time.monotonic() - began
 
     def _numerics(self) -> dict[str, str]:
         learner = self._config.learner
         return {"device": learner.device, "compute": "float32", "policy": self._config.policy.dtype, "torch": torch.__version__,
-                "threads": str(learner.threads), "router_replay": str(learner.router_replay).lower()}
+                "threads": str(learner.threads), "router_replay": str(learner.router_replay).lower(), "optimizer": self._optimizer}
 
     async def _end(self, events: Sequence[OutcomeEvent]) -> None:
         """Write outcomes, then acknowledge what their groups held. Safe to repeat: the ledger keeps the first."""
         for event in events:
-            try:
-                await publish_patiently(
-                    self._bus, self._subjects.outcome(event.group), event, id=f"{self._run}/outcome/{event.group}",
-                    wait_s=self._config.dispatcher.full_wait_s, expect_last=0,
-                )
-            except HeadConflict:
-                log.info("outcome already in the ledger", group=event.group)
-            await self._acknowledge(self._held.pop(event.group, []))
-
-    async def _acknowledge(self, deliveries: Sequence[Delivery]) -> None:
-        async def one(delivery: Delivery) -> None:
-            self._leases.discard(delivery)
-            try:
-                await delivery.ack()
-            except BrokerUnavailable as error:  # delivered again, and dropped then: its group has ended
-                log.warning("member not acknowledged", subject=delivery.subject, cause=str(error))
-
-        async with asyncio.TaskGroup() as tasks:
-            for delivery in deliveries:
-                tasks.create_task(one(delivery))
+            await self._pen.end(event)
+            match event.outcome:
+                case Outcome.FAILED | Outcome.EXPIRED:
+                    self._failed_in_a_row += 1
+                case Outcome.TRAINED | Outcome.ZERO_VARIANCE:
+                    self._failed_in_a_row = 0
+            await self._held.acknowledge(event.group)
+        if events:
+            self._room.set()
 
     async def _measure(
         self, report: StepReport, numerics: Drift | None, manifest: Manifest, version: int, waited: float, step_s: float, publish_s: float
@@ -279,20 +322,20 @@ class LearnerService:
             "k3_lag0": numerics.k3, "bitwise_equal": numerics.bitwise_equal, "max_abs_lag0": numerics.max_abs, "tokens_lag0": float(numerics.tokens),
         }
         values = {**report.values, **same_weights, **sizes, "wait_s": waited, "step_s": step_s, "publish_s": publish_s, "version": float(version),
-                  "ready_groups": float(self.assembler.ready_groups), "held_bytes": float(self.assembler.held_bytes)}
+                  "ready_groups": float(self.assembler.ready_groups), "held_bytes": float(self.assembler.held_bytes),
+                  "checkpoint_lag": float(version - self._checkpoints.durable), "checkpoint_wait_s": self._checkpoints.waited_s}
         log.info("version published", version=version, reward=round(report.values["reward_train"], 4),
                  lag_max=report.values["lag_max"], k3_lag0=values.get("k3_lag0"), step_s=round(step_s, 3), wait_s=round(waited, 3))
         await self._reporter.report(values, {"lag_histogram": report.lag_histogram}, step=version)
 
-    async def _finish(self, reason: str) -> None:
+    async def _finish(self, end: RunFinished) -> None:
         """Tell everyone first, so that nothing new is admitted, then end what is still open."""
-        message = RunFinished(run=self._run, version=self.head, reason=reason, at=time.time())
-        await self._bus.publish(self._subjects.finished, message, id=f"{self._run}/finished/{self.head}")
-        log.info("run finished", version=self.head, reason=reason)
+        await self._bus.publish(self._subjects.finished, end, id=f"{self._run}/finished/{end.version}")
+        log.info("run finished", version=end.version, reason=end.reason, failed=end.failed)
         until = time.monotonic() + LATE_ADMISSION_S
         while True:
-            await self._end(self.assembler.cancel_all(reason, now=time.time(), head=self.head))
+            await self._end(self.assembler.cancel_all(end.reason, now=time.time(), head=self.head))
             left = until - time.monotonic()
             if left <= 0:
-                return
+                break
             await self._wait(left)

@@ -1,6 +1,7 @@
 """The trainer: one optimizer step from one batch, and the policy that comes out of it.
 
-Guarantees: the forward computes with exactly the weights that are published (fp32 masters are rounded to the policy's dtype once, after the step); a batch's
+Guarantees: the forward computes with exactly the weights that are published (fp32 masters are rounded to the policy's dtype once, after the step, and
+start as the rounded policy of version 0, so that what was published is all a replay needs); a batch's
 loss and gradient do not depend on how it is cut into micro-batches; a prompt shared by a group is computed once. A step whose gradient is not finite changes
 nothing and is counted.
 
@@ -12,13 +13,12 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
 
+from driftline.messages.errors import IntegrityError
 from driftline.models.model import K3ForCausalLM
 from driftline.models.state import export_state, load_state, policy_dtype, round_to_policy_
 from driftline.services.config import LearnerConfig, Proximal
@@ -46,8 +46,8 @@ class Trainer:
         self.device = next(model.parameters()).device
         self.names = [n for n, p in model.named_parameters() if p.requires_grad]
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.masters = [p.detach().float().clone() for p in self.parameters]
         round_to_policy_(model, dtype)
+        self.masters = [p.detach().float().clone() for p in self.parameters]
         self.optimizer = torch.optim.AdamW(
             self.masters, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, foreach=True
         )
@@ -162,19 +162,33 @@ class Trainer:
         histogram = tuple(float(ages.oldest.get(lag, 0)) for lag in range(max(ages.oldest, default=0) + 1))
         return StepReport(values, histogram)
 
-    def save_optimizer(self, path: Path) -> None:
-        """Masters and AdamW moments; the file appears whole or not at all."""
-        tensors = {f"master/{n}": m for n, m in zip(self.names, self.masters, strict=True)}
+    def adopt(self, state: Mapping[str, torch.Tensor]) -> int:
+        """Make the policy exactly `state`, keeping masters that round to it and all moments. Returns how many elements differed."""
+        load_state(self.model, state)
+        differed = 0
+        with torch.no_grad():
+            for name, master, parameter in zip(self.names, self.masters, self.parameters, strict=True):
+                other = master.to(policy_dtype(name, self.dtype)).to(parameter.dtype) != parameter
+                master.copy_(torch.where(other, parameter.to(master.dtype), master))
+                differed += int(other.sum())
+        return differed
+
+    def snapshot(self) -> dict[str, torch.Tensor]:
+        """Masters, AdamW moments and the random generators: CPU copies that later steps do not change."""
+        tensors = {f"master/{n}": m.detach().to("cpu", copy=True) for n, m in zip(self.names, self.masters, strict=True)}
         for name, master in zip(self.names, self.masters, strict=True):
             for key, value in self.optimizer.state.get(master, {}).items():
-                tensors[f"{key}/{name}"] = value.detach().clone()
-        partial = path.with_suffix(".partial")
-        save_file(tensors, partial)
-        partial.replace(path)
+                tensors[f"{key}/{name}"] = value.detach().to("cpu", copy=True)
+        tensors["rng/cpu"] = torch.get_rng_state()
+        if self.device.type == "cuda":
+            tensors["rng/device"] = torch.cuda.get_rng_state(self.device)
+        return tensors
 
-    def load_optimizer(self, path: Path) -> None:
-        """Restore what `save_optimizer` wrote; the model's weights become the rounded masters."""
-        tensors = load_file(path)
+    def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """What `snapshot` took; the model's weights become the rounded masters. Raises IntegrityError when it is another model's."""
+        missing = sorted({f"master/{n}" for n in self.names} - tensors.keys())
+        if missing:
+            raise IntegrityError(f"{len(missing)} parameters missing", field="checkpoint", value=missing[:3])
         state: dict[torch.Tensor, dict[str, Any]] = {}
         with torch.no_grad():
             for name, master, parameter in zip(self.names, self.masters, self.parameters, strict=True):
@@ -182,6 +196,9 @@ class Trainer:
                 parameter.copy_(master.to(policy_dtype(name, self.dtype)))
                 saved = {k: tensors[f"{k}/{name}"] for k in ("step", "exp_avg", "exp_avg_sq") if f"{k}/{name}" in tensors}
                 if saved:  # AdamW counts steps on the host and keeps the moments beside the masters
-                    state[master] = {k: v if k == "step" else v.to(master.device) for k, v in saved.items()}
+                    state[master] = {k: v.clone() if k == "step" else v.to(master.device, copy=True) for k, v in saved.items()}
         self.optimizer.state.clear()
         self.optimizer.state.update(state)
+        torch.set_rng_state(tensors["rng/cpu"])
+        if "rng/device" in tensors and self.device.type == "cuda":
+            torch.cuda.set_rng_state(tensors["rng/device"], self.device)

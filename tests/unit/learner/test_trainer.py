@@ -113,10 +113,10 @@ def test_equal_rewards_leave_the_weights_bit_identical() -> None:
 def test_an_interrupted_optimizer_continues_bit_for_bit(tmp_path: Path) -> None:
     first = trainer_of()
     first.step(batch_of(first.model))
-    first.save_optimizer(tmp_path / "o.safetensors")
+    snapshot = first.snapshot()
     second = Trainer(small_model(5), CONFIG)
     second.load_policy(first.state())
-    second.load_optimizer(tmp_path / "o.safetensors")
+    second.restore(snapshot)
     assert same(first.state(), second.state())
     again = batch_of(first.model, head=1)
     first.step(again)
