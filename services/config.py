@@ -208,7 +208,7 @@ class GraderConfig(_Section):
 class LearnerConfig(_Section):
     """`checkpoint_every` steps the optimizer state is written beside the training; a step waits when more than `max_recompute`
     steps would have to be computed again after a crash. `lease_s`: how long a learner that is silent still owns the run.
-    `held_bytes` bounds the members held in memory."""
+    `held_bytes` bounds the members held in memory. Checkpoints go to `checkpoint_dir` (empty: the run folder)."""
 
     objective: Objective = Objective.GSPO
     lr: float = Field(default=3e-4, gt=0)
@@ -235,6 +235,7 @@ class LearnerConfig(_Section):
     min_group_members: int = Field(default=2, ge=1)
     checkpoint_every: int = Field(default=1, ge=1)
     max_recompute: int = Field(default=4, ge=1)
+    checkpoint_dir: str = ""
     lease_s: float = Field(default=10.0, ge=1.0)
     held_bytes: int = Field(default=2048 * MIB, ge=MIB)
 

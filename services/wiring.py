@@ -84,7 +84,7 @@ def _policy_store(context: Context) -> Service:
 
     config, store = context.config, context.config.policy_store
     return PolicyStoreService(
-        context.bus, blob_store(context.bus, config), config.run.name, keep_versions=store.keep_versions,
+        context.bus, blob_store(context.bus, config), config.run.name, keep_versions=store.keep_versions, keep_start=store.keep_start,
         mirror_dir=context.run_dir / "policy" if store.mirror else None, mirror_keep=store.mirror_keep,
         mirror_beside={"config.json": (checkpoint_dir(config) / "config.json").read_bytes()},
         reporter=context.reporter,

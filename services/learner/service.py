@@ -66,7 +66,7 @@ class LearnerService:
         self._consumer = next(c for c in run_topology(config).consumers if c.durable == "learner")
         self._writer = PolicyWriter(bus, blobs, self._run, config.policy.full_every)
         self._reader = PolicyReader(bus, blobs, self._run)
-        self._files = CheckpointFiles(run_dir / "learner")
+        self._files = CheckpointFiles(Path(config.learner.checkpoint_dir) if config.learner.checkpoint_dir else run_dir / "learner")
         self._checkpoints = Checkpointer(self._files, every=config.learner.checkpoint_every, bound=config.learner.max_recompute)
         self._owner = Ownership(bus, self._run, lease_s=config.learner.lease_s)
         self._pen = LedgerPen(bus, self._run, full_wait_s=config.dispatcher.full_wait_s)

@@ -24,7 +24,7 @@ from driftline.policy_store.blobs import BlobStore
 from driftline.policy_store.checkpoint import keep_newest, write_checkpoint
 from driftline.policy_store.collect import Version, collect, plan
 from driftline.policy_store.manifest import Manifest, PolicyHead
-from driftline.policy_store.pins import pins
+from driftline.policy_store.pins import pin, pins
 from driftline.policy_store.reader import Path as PolicyPath
 from driftline.policy_store.reader import PolicyReader
 from driftline.policy_store.tensor import State, state_digest
@@ -34,6 +34,8 @@ from driftline.services.telemetry import Reporter
 __all__ = ["PolicyStoreService", "Reports"]
 
 log = structlog.get_logger("policy-store")
+
+START_OWNER = "start"
 
 
 class Reports(Protocol):
@@ -48,15 +50,17 @@ class PolicyStoreService:
         run: str,
         *,
         keep_versions: int = 20,
+        keep_start: bool = True,
         mirror_dir: Path | None = None,
         mirror_keep: int = 2,
         mirror_beside: Mapping[str, bytes] | None = None,
         finish_wait_s: float = 120.0,
         reporter: Reports | None = None,
     ) -> None:
-        """`keep_versions` = 0 collects nothing. `mirror_beside`: files to put next to the mirrored weights, as a model's config."""
+        """`keep_versions` = 0 collects nothing; `keep_start` pins version 0, where every recording starts. `mirror_beside`: files to put next to the mirrored weights, as a model's config."""
         self._bus, self._blobs, self.run_id = bus, blobs, run
         self._keep_versions, self._finish_wait_s = keep_versions, finish_wait_s
+        self._pin_start = keep_start and keep_versions > 0
         self._mirror_dir, self._mirror_keep, self._beside = mirror_dir, mirror_keep, dict(mirror_beside or {})
         self._reporter: Reports = reporter or Reporter(bus, run, "policy-store")
         self._subjects = Subjects(run)
@@ -103,6 +107,8 @@ class PolicyStoreService:
         log.info("version verified", version=head.version, digest=head.digest, kind=manifest.kind, seconds=round(verify_s, 3))
         if self._mirror_dir is not None:
             await asyncio.to_thread(self._mirror, self._mirror_dir, manifest)
+        if self._pin_start:
+            await self._keep_start()
         if self._keep_versions:
             await self._collect(head)
         await self._reporter.report(self._numbers(manifest, verify_s), step=head.version)
@@ -136,6 +142,14 @@ class PolicyStoreService:
                     "learner_step": str(manifest.learner_step), "format": "pt"}
         write_checkpoint(root, manifest.version, self._state, metadata, self._beside)
         keep_newest(root, self._mirror_keep)
+
+    async def _keep_start(self) -> None:
+        """Before the first collection; once is enough, and a version that is already gone cannot be kept."""
+        self._pin_start = False
+        try:
+            await pin(self._bus, self._reader, 0, START_OWNER)
+        except IntegrityError as error:
+            log.info("version 0 is not kept", cause=str(error))
 
     async def _collect(self, head: PolicyHead) -> None:
         held = [pin.link for pin in await pins(self._bus, self.run_id)]

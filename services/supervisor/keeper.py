@@ -42,6 +42,7 @@ class Keeper:
         self._on_restart = on_restart
         self._children: dict[str, Child] = {}
         self._ending = asyncio.Event()
+        self._stopping = asyncio.Event()
 
     @property
     def alive(self) -> dict[str, int]:
@@ -63,12 +64,13 @@ class Keeper:
             self._kill()
 
     def ending(self) -> None:
-        """The run is over: from now on a service that ends has ended, and is not started again."""
+        """The run is over: from now on a service that ends with 0 has ended. One that fails is still started again: it may have
+        been killed with its last words unsaid."""
         self._ending.set()
 
     def terminate(self) -> None:
-        """Ask every service to drain."""
-        self.ending()
+        """Ask every service to drain; none is started again."""
+        self._stop()
         for child in self._children.values():
             child.terminate()
 
@@ -77,14 +79,18 @@ class Keeper:
             child.signal(signal.SIGKILL)
 
     def kill(self) -> None:
-        self.ending()
+        self._stop()
         self._kill()
+
+    def _stop(self) -> None:
+        self._ending.set()
+        self._stopping.set()
 
     async def _keep(self, spec: ServiceSpec) -> None:
         deaths: list[float] = []
-        while not self._ending.is_set():
+        while not self._stopping.is_set():
             code = await self._live(spec)
-            if self._ending.is_set() or (code == Exit.OK and await self._ended_soon(END_NOTICE_S)):
+            if self._stopping.is_set() or (code == Exit.OK and await _set_within(self._ending, END_NOTICE_S)):
                 return
             deaths.append(time.monotonic())
             decision = self._policy.after(deaths)
@@ -93,7 +99,7 @@ class Keeper:
             if isinstance(decision, GiveUp):
                 raise self._failed(spec, f"died {decision.deaths} times within {decision.window_s:g} s", code)
             log.warning("service died, starting it again", name=spec.name, exit_code=code, after_s=decision.after_s)
-            if await self._ended_soon(decision.after_s):
+            if await _set_within(self._stopping, decision.after_s):
                 return
             self.restarts[spec.name] += 1
             if self._on_restart is not None:
@@ -103,7 +109,7 @@ class Keeper:
         """One life of a service. Cancelled, it takes the child with it."""
         child = await Child.start(spec, self.log(spec.name))
         self._children[spec.name] = child
-        if self._ending.is_set():  # asked to stop while it was being started: nothing of it is worth draining
+        if self._stopping.is_set():  # asked to stop while it was being started: nothing of it is worth draining
             child.signal(signal.SIGKILL)
         try:
             return await child.wait()
@@ -114,15 +120,16 @@ class Keeper:
         finally:
             del self._children[spec.name]
 
-    async def _ended_soon(self, wait_s: float) -> bool:
-        try:
-            async with asyncio.timeout(wait_s):
-                await self._ending.wait()
-        except TimeoutError:
-            return False
-        return True
-
     def _failed(self, spec: ServiceSpec, problem: str, code: int) -> ServiceFailed:
         how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
         tail = log_tail(self.log(spec.name))
         return ServiceFailed(f"{problem} ({how}); {self.log(spec.name)} ends:\n{tail}", field="service", value=spec.name)
+
+
+async def _set_within(event: asyncio.Event, wait_s: float) -> bool:
+    try:
+        async with asyncio.timeout(wait_s):
+            await event.wait()
+    except TimeoutError:
+        return False
+    return True

@@ -62,6 +62,10 @@ def service_specs(config: Config, folder: RunFolder, url: str) -> tuple[ServiceS
     def spec(service: str, threads: int, instance: str = "") -> ServiceSpec:
         argv = [sys.executable, "-m", "driftline", service, "--config", str(folder.config), "--run-dir", str(folder.path),
                 "--set", f'broker.url="{url}"', "--set", 'broker.store_dir=""']
+        if config.broker.store_dir and not config.learner.checkpoint_dir:
+            # Streams that outlive the run folder: what a continued run needs of the learner has to be where they are.
+            checkpoints = Path(config.broker.store_dir).resolve() / "learner" / config.run.name
+            argv += ["--set", f'learner.checkpoint_dir="{checkpoints}"']
         if instance:
             argv += ["--instance", instance]
         environment = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
@@ -145,6 +149,8 @@ class LocalRun:
                 await asyncio.wait({ended, asked, keeping}, return_when=asyncio.FIRST_COMPLETED)
                 ending = Ending.STOPPED if asked.done() else Ending.FINISHED
                 await self._end(keeper, keeping, ending)
+                if ending is Ending.FINISHED and ended.done() and ended.result().failed:
+                    ending, self._failure = Ending.FAILED, ended.result().reason
                 await collector.catch_up(CATCH_UP_S)
                 for task in (*beside, ended, asked):
                     task.cancel()

@@ -169,6 +169,20 @@ async def test_an_end_with_zero_just_before_the_keeper_hears_of_the_end_is_an_en
     assert not keeper.restarts
 
 
+async def test_a_service_killed_after_the_end_of_the_run_is_started_again_to_say_its_last_words(tmp_path: Path) -> None:
+    """L4, H8: a learner that dies between the end of the run and its last outcomes must come back and write them."""
+    lives, done = tmp_path / "lives", tmp_path / "done"
+    script = f"echo x >> {lives}; if [ $(wc -l < {lives}) -ge 2 ]; then echo y > {done}; exit 0; fi; sleep 600"
+    keeper = Keeper([shell("learner", script)], tmp_path, QUICK)
+    task = asyncio.create_task(keeper.run())
+    await line_in(lives)
+    keeper.ending()
+    os.kill(keeper.alive["learner"], signal.SIGKILL)
+    await asyncio.wait_for(task, WAIT_S)
+    assert done.exists()
+    assert keeper.restarts == Counter(learner=1)
+
+
 PARENT = """
 import asyncio, sys
 from pathlib import Path
