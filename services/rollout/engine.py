@@ -1,7 +1,8 @@
 """The engine: continuous batching on one model, a version stamp on every token, weights replaced between decode steps.
 
 Guarantees: a token's version is that of the weights that made its logits; a member's draws depend on (run seed, group, member,
-position) alone, so its tokens depend on what else is in the batch only through rounding (exact invariance needs batch-invariant kernels); members of a group share one prefill of their prompt. No I/O and no clock of its own: `submit` work, `step`, take what finished.
+position) alone, so its tokens depend on what else is in the batch only through rounding (exact invariance needs batch-invariant kernels); members of a group share one prefill of their prompt, and one copy
+of its tokens and routes; a prompt that does not fit the model is refused before it enters; after a step that failed, `forget` makes the engine as good as new. No I/O and no clock of its own: `submit` work, `step`, take what finished.
 
 A new version meets running rows in one of three ways: IN_FLIGHT goes on with the rows' caches (their stamps say which version made which token), INTERRUPT
 recomputes the caches under the new weights, DRAIN is the caller's: it loads only when `active` is zero.
@@ -10,6 +11,7 @@ recomputes the caches under the new weights, DRAIN is the caller's: it loads onl
 from __future__ import annotations
 
 import time
+from array import array
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from driftline.messages.errors import DriftlineError
 from driftline.messages.types import Finish, Group, Trajectory
 from driftline.models.cache import Cache
 from driftline.models.model import K3ForCausalLM
@@ -30,23 +33,30 @@ __all__ = ["Engine"]
 
 @dataclass
 class _Row:
-    """One member being sampled."""
+    """One member being sampled, 12 bytes a token: boxed numbers would be ten times that. `prompt` and `prompt_routes` belong to all
+    members of the group; `routes` int16 [sampled - 1, layers, k] as bytes."""
 
     group: Group
     member: int
     key: int
-    prompt: list[int]
+    prompt: array[int]
     started_at: float
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    routes: list[np.ndarray] = field(default_factory=list)
+    prompt_routes: np.ndarray | None = None
+    tokens: array[int] = field(default_factory=lambda: array("i"))
+    logprobs: array[float] = field(default_factory=lambda: array("f"))
+    versions: array[int] = field(default_factory=lambda: array("i"))
+    routes: bytearray = field(default_factory=bytearray)
+
+    @property
+    def oldest_version(self) -> int:
+        return self.versions[0]  # versions only grow
 
 
 @dataclass(frozen=True)
 class _Waiting:
     group: Group
     members: tuple[int, ...]
+    prompt: array[int]
 
 
 class Engine:
@@ -80,10 +90,18 @@ class Engine:
         return not self._rows and not self._waiting
 
     def submit(self, group: Group, members: Sequence[int] | None = None) -> None:
-        """Queue the given members of a group (None: all of them)."""
-        wanted = tuple(range(group.members)) if members is None else tuple(members)
+        """Queue the given members of a group (None: all it asks for). DriftlineError when its prompt cannot be sampled from."""
+        wanted = group.to_sample if members is None else tuple(members)
         if wanted:
-            self._waiting.append(_Waiting(group, wanted))
+            self._waiting.append(_Waiting(group, wanted, self._encoded(group)))
+
+    def _encoded(self, group: Group) -> array[int]:
+        prompt = array("i", self.tokenizer.encode_prompt(group.task.prompt))
+        room = self.model.config.max_position_embeddings - group.sampling.max_tokens
+        if len(prompt) > room:
+            raise DriftlineError(f"a prompt of {len(prompt)} tokens", field=f"task {group.task.id}", value=group.task.prompt,
+                                 remedy=f"the model leaves {room} beside sampling.max_tokens = {group.sampling.max_tokens}")
+        return prompt
 
     def cancel(self, group: str) -> int:
         """Forget a group's members, running or waiting; returns how many there were."""
@@ -92,12 +110,33 @@ class Engine:
         self._keep([i for i, row in enumerate(self._rows) if row.group.group != group])
         return before - self.active - self.waiting
 
+    def forget(self) -> None:
+        """Drop everything, running or waiting. After a step that raised, what the engine holds is of no version and no group."""
+        self._waiting.clear()
+        self._rows, self._cache = [], None
+
+    def overdue(self, oldest: int) -> list[str]:
+        """The groups with a running member whose oldest token is of a version before `oldest`."""
+        return list(dict.fromkeys(row.group.group for row in self._rows if row.oldest_version < oldest))
+
+    def give_up(self, group: str) -> list[Trajectory]:
+        """Forget a group's members; those that have a token are returned as they are, aborted."""
+        aborted = [self._trajectory(row, Finish.ABORT) for row in self._rows if row.group.group == group]
+        self.cancel(group)
+        return aborted
+
     @torch.inference_mode()
     def load(self, version: int, state: Mapping[str, torch.Tensor], *, recompute: bool = False) -> None:
         """Replace the weights between steps. `recompute` rebuilds running rows' caches under them (INTERRUPT)."""
         load_state(self.model, state)
         self.version = version
-        if recompute and self._rows:
+        if recompute:
+            self.recompute()
+
+    @torch.inference_mode()
+    def recompute(self) -> None:
+        """Rebuild the running rows' caches under the weights there are."""
+        if self._rows:
             histories = [row.prompt + row.tokens[:-1] for row in self._rows]
             self._cache = self._prefill(histories)[0]
 
@@ -117,12 +156,12 @@ class Engine:
             room -= len(entering[-1].members)
         if not entering:
             return
-        prompts = [self.tokenizer.encode_prompt(w.group.task.prompt) for w in entering]
+        prompts = [w.prompt for w in entering]
         now = time.time()
         cache, logits, routes = self._prefill(prompts)
         index = torch.tensor([i for i, w in enumerate(entering) for _ in w.members], device=self.device)
         rows = [
-            _Row(w.group, m, member_key(w.group.seed, w.group.group, m), prompts[i], now, routes=list(routes[i]))
+            _Row(w.group, m, member_key(w.group.seed, w.group.group, m), prompts[i], now, routes[i])
             for i, w in enumerate(entering) for m in w.members
         ]
         self._append(rows, logits.index_select(0, index))
@@ -130,19 +169,22 @@ class Engine:
         self._cache = fresh if self._cache is None else Cache.cat([self._cache, fresh])
         self._rows += rows
 
-    def _prefill(self, prompts: list[list[int]]) -> tuple[Cache, torch.Tensor, list[list[np.ndarray]]]:
-        """Caches after the prompts, logits [N, V] of their last positions, recorded routes per prompt token."""
+    def _prefill(self, prompts: list[array[int]]) -> tuple[Cache, torch.Tensor, list[np.ndarray | None]]:
+        """Caches after the prompts, logits [N, V] of their last positions, and int16 [tokens, layers, k] of each, where routes are recorded."""
         lengths = torch.tensor([len(p) for p in prompts], device=self.device)
         width = int(lengths.max())
-        tokens = torch.tensor([p + [self.tokenizer.pad] * (width - len(p)) for p in prompts], device=self.device)
+        padded = np.full((len(prompts), width), self.tokenizer.pad, dtype=np.int64)
+        for row, prompt in zip(padded, prompts, strict=True):
+            row[: len(prompt)] = prompt
+        tokens = torch.from_numpy(padded).to(self.device)
         ragged = bool((lengths != width).any())
         out = self.model(tokens, lengths=lengths if ragged else None)
         last = out.hidden[torch.arange(len(prompts), device=self.device), lengths - 1]
         self.prompt_tokens += int(lengths.sum())
-        routes: list[list[np.ndarray]] = [[] for _ in prompts]
+        routes: list[np.ndarray | None] = [None] * len(prompts)
         if self.record_routes:
             table = out.routes.to(torch.int16).cpu().numpy()
-            routes = [list(table[i, : len(p)]) for i, p in enumerate(prompts)]
+            routes = [table[i, : len(p)].copy() for i, p in enumerate(prompts)]  # a view would keep the longest prompt's padding alive
         return out.cache, self.model.logits(last), routes
 
     def _decode(self) -> None:
@@ -153,7 +195,7 @@ class Engine:
         if self.record_routes:
             table = out.routes[:, 0].to(torch.int16).cpu().numpy()
             for row, ids in zip(self._rows, table, strict=True):
-                row.routes.append(ids)
+                row.routes += ids.tobytes()
         self._append(self._rows, self.model.logits(out.hidden[:, 0]))
 
     def _append(self, rows: list[_Row], logits: torch.Tensor) -> None:
@@ -207,10 +249,11 @@ class Engine:
         versions = np.full(total, -1, dtype="<i4")
         versions[prompt:] = row.versions
         routes = None
-        if self.record_routes:
+        if row.prompt_routes is not None:
             # The last token was sampled and never fed back: it has no route, and -1 says so.
-            table = np.stack(row.routes).astype("<i2")
-            routes = np.concatenate([table, np.full((total - len(table), *table.shape[1:]), -1, dtype="<i2")])
+            routes = np.full((total, *row.prompt_routes.shape[1:]), -1, dtype="<i2")
+            routes[:prompt] = row.prompt_routes
+            routes[prompt:-1] = np.frombuffer(row.routes, dtype=np.int16).reshape(-1, *routes.shape[1:])
         return Trajectory(
             run=row.group.run, group=row.group.group, member=row.member, members=row.group.members, index=row.group.index,
             task=row.group.task, prompt_tokens=prompt, tokens=np.array(row.prompt + row.tokens, dtype="<i4"), action_mask=mask,

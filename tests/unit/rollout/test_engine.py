@@ -147,7 +147,7 @@ def test_rows_in_flight_go_on_with_their_caches_and_the_new_weights() -> None:
         logits = new.logits(new(last[:, None], cache=held).hidden[:, 0])
     want = torch.log_softmax(logits, -1)
     for i, row in enumerate(engine._rows):
-        assert row.versions == [0, 0, 1]
+        assert row.versions.tolist() == [0, 0, 1]
         assert row.logprobs[2] == pytest.approx(float(want[i, row.tokens[2]]), abs=1e-6)
 
 

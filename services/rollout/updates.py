@@ -1,0 +1,116 @@
+"""The policy under an engine: the newest head that is known, and weights that are a version exactly or not at all.
+
+Guarantees: `state` has the digest of the manifest of `version`, compared after every move, or the move failed and nothing may be served from it;
+every move has a deadline: one that does not end is given up and the version is read afresh, and when that does not end either the service ends
+with the cause, so an engine never waits for ever on an update. A broker that is away for less than `outage_s` is waited for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import aclosing
+
+import structlog
+
+from driftline.messages.errors import BrokerUnavailable, IntegrityError
+from driftline.policy_store.manifest import PolicyHead
+from driftline.policy_store.reader import PolicyReader
+from driftline.policy_store.tensor import State, state_digest
+
+__all__ = ["Updates"]
+
+log = structlog.get_logger("rollout")
+
+ADVANCE_S = 120.0
+READ_S = 600.0
+RETRY_S = 0.5
+
+
+class Updates:
+    def __init__(
+        self, reader: PolicyReader, *, outage_s: float, newer: Callable[[], None], advance_s: float = ADVANCE_S, read_s: float = READ_S
+    ) -> None:
+        """`newer` is called when a head comes that is newer than the last. `advance_s`, `read_s`: how long a move by deltas, and
+        reading a whole version, may take."""
+        self._reader, self._newer = reader, newer
+        self._outage_s, self._advance_s, self._read_s = outage_s, advance_s, read_s
+        self.head: PolicyHead | None = None
+        self.version = -1
+        self.state: State = {}
+        self.given_up = 0
+
+    def behind(self, version: int) -> bool:
+        return self.head is not None and self.head.version > version
+
+    async def first(self) -> None:
+        """Wait for a head, however long it takes the run to have one, and read its version."""
+        async with aclosing(self._reader.watch()) as heads:  # type: ignore[type-var]
+            async for head in heads:
+                self._offer(head)
+                break
+        if self.head is None:
+            raise BrokerUnavailable("the policy head is no longer followed", field="run", value=self._reader.run)
+        await self._read()
+
+    async def follow(self) -> None:
+        async with aclosing(self._reader.watch()) as heads:  # type: ignore[type-var]
+            async for head in heads:
+                self._offer(head)
+
+    async def look(self) -> None:
+        """Ask for the head now, so that what was taken from the queue before is not sampled by an older version."""
+        until = time.monotonic() + self._outage_s
+        while True:
+            try:
+                head = await self._reader.head()
+            except BrokerUnavailable as error:
+                if time.monotonic() > until:
+                    raise
+                log.warning("the head cannot be read, waiting", cause=str(error))
+                await asyncio.sleep(RETRY_S)
+                continue
+            if head is not None:
+                self._offer(head)
+            return
+
+    async def move(self) -> None:
+        """Make `state` the version of the newest head: by deltas in place, or else read afresh."""
+        assert self.head is not None
+        head = self.head
+        state, self.state = self.state, {}  # whatever happens to it midway, nothing else has it
+        try:
+            async with asyncio.timeout(self._advance_s):
+                moved = await self._reader.advance(state, self.version, head.version)
+        except (TimeoutError, BrokerUnavailable) as error:
+            self.given_up += 1
+            cause = str(error) or f"it did not end within {self._advance_s:g} s"
+            log.warning("update given up, reading the version afresh", from_version=self.version, version=head.version, cause=cause)
+            await self.look()
+            await self._read()
+            return
+        await self._adopt(head, moved)
+
+    async def _read(self) -> None:
+        head = self.head
+        assert head is not None
+        try:
+            async with asyncio.timeout(self._read_s):
+                state = await self._reader.materialise_manifest(await self._reader.load(head.link))
+        except TimeoutError as error:
+            raise BrokerUnavailable(f"the policy was not read within {self._read_s:g} s", field="version", value=head.version,
+                                    remedy="is the blob store reachable from here?") from error
+        await self._adopt(head, state)
+
+    async def _adopt(self, head: PolicyHead, state: State) -> None:
+        digest = await asyncio.to_thread(state_digest, state)
+        if digest != head.digest:
+            raise IntegrityError(f"the weights read have digest {digest}", field=f"digest of version {head.version}", value=head.digest,
+                                 remedy="nothing is served from them; start the engine again")
+        self.version, self.state = head.version, state
+
+    def _offer(self, head: PolicyHead) -> None:
+        if self.head is None or head.version > self.head.version:
+            self.head = head
+            self._newer()
