@@ -129,13 +129,17 @@ def group_of(letter: DeadLetter) -> str | None:
         case ["dl", "v1", _, "trajectories" | "graded", name]:
             return name
         case ["dl", "v1", _, "groups"]:
-            try:
-                message = decode(letter.data)
-            except MalformedMessage:
-                return None
-            return message.group if isinstance(message, Group) else None
+            return _group_in(letter.data)
         case _:
             return None
+
+
+def _group_in(data: bytes) -> str | None:
+    try:
+        message = decode(data)
+    except MalformedMessage:
+        return None
+    return message.group if isinstance(message, Group) else None
 
 
 def parse(raw: Raw) -> DeadLetter:

@@ -1,0 +1,1 @@
+"""The audit: every id accounted for, recomputed from the broker alone."""
