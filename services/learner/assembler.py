@@ -314,9 +314,11 @@ class Assembler:
         return events
 
     def release(self, batch: Batch) -> None:
-        """Give a batch back untrained; its groups may be taken again or swept."""
-        self._check_taken(batch)
-        for name in batch.group_ids:
+        """Give a batch back untrained; its groups may be taken again or swept, but for those that ended elsewhere meanwhile."""
+        taken = [name for name in batch.group_ids if self._taken.get(name) is batch]
+        if not taken:
+            self._check_taken(batch)
+        for name in taken:
             del self._taken[name]
 
     def cancel_all(self, reason: str, *, now: float, head: int = -1) -> list[OutcomeEvent]:

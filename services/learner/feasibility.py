@@ -54,7 +54,7 @@ def held_back_by(last_heads: Mapping[str, int], batch: Collection[str], head: in
     left = sorted((last, name) for name, last in last_heads.items() if name not in batch)
     for count, (last, _) in enumerate(left, start=1):
         if count - _trainable(last, head + 1, per_step) > accepted:
-            return tuple(name for other, name in left if other <= last)
+            return tuple(name for other, name in left if head <= other <= last)
     return ()
 
 

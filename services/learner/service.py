@@ -13,16 +13,18 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
+from typing import cast
 
 import structlog
 import torch
 
 from driftline.messages.blobs import BlobRef
 from driftline.messages.bus import Bus, Delivery
+from driftline.messages.dead_letters import Archive, follow_dead, group_of
 from driftline.messages.errors import DriftlineError
 from driftline.messages.recording import store_batch, store_version
 from driftline.messages.subjects import Subjects
-from driftline.messages.types import Admitted, Graded, Outcome, OutcomeEvent, RunFinished
+from driftline.messages.types import Admitted, Graded, Outcome, OutcomeEvent, Retried, RunFinished
 from driftline.policy_store.blobs import BlobStore
 from driftline.policy_store.manifest import Manifest
 from driftline.policy_store.reader import PolicyReader
@@ -73,7 +75,9 @@ class LearnerService:
         self._held = HeldMembers()
         self.assembler = Assembler(
             run=self._run, groups_per_step=config.run.groups_per_step, max_lag=config.run.max_lag,
-            min_group_members=config.learner.min_group_members, started_at=time.time(),
+            min_group_members=config.learner.min_group_members, started_at=time.time(), stale_policy=config.run.stale_policy,
+            deadline_policy=config.run.deadline_policy, partial_min_members=config.run.partial_min_members,
+            group_retries=config.run.group_retries,
         )
         self.head = -1
         self._digest = ""
@@ -81,10 +85,12 @@ class LearnerService:
         self._changed = asyncio.Event()
         self._room = asyncio.Event()
         self._starved = False
+        self._waiting_at = -1
         self._seen = 0
         self._started_at: float | None = None
         self._bad_steps = 0
         self._failed_in_a_row = 0
+        self._poison: list[tuple[str, str]] = []
         self._probe: NumericsProbe | None = None
 
     async def run(self) -> None:
@@ -102,6 +108,7 @@ class LearnerService:
                 helpers += [
                     tasks.create_task(self._receive(), name="receive"),
                     tasks.create_task(self._held.forget_lost(), name="lost leases"),
+                    tasks.create_task(self._follow_dead(), name="dead letters"),
                 ]
                 end = await self._ended_before() or await self._train(trainer)
                 await self._finish(end)
@@ -146,6 +153,8 @@ class LearnerService:
                     case Admitted() as admitted:
                         self._started_at = admitted.at if self._started_at is None else self._started_at
                         self.assembler.admit(admitted.group, admitted.at)
+                    case Retried() as retried:
+                        self.assembler.retried(retried)
                     case OutcomeEvent() as outcome:
                         self.assembler.ended(outcome)
                         await self._held.acknowledge(outcome.group)
@@ -157,6 +166,20 @@ class LearnerService:
         if self.head > 0:
             manifest: Manifest = await self._reader.manifest(self.head)
             await self._end(self.assembler.recover(manifest.consumed, self.head, now=time.time()))
+        for group in self.assembler.retrying():
+            await self._pen.requeue(group)
+
+    async def _follow_dead(self) -> None:
+        """Work that was given up as poison ends its group at once. What somebody sent into a group's subject and could not be read
+        does not: the group's own members may still come."""
+        limits = {c.durable: c.max_deliver for c in run_topology(self._config).consumers}
+        budget = {"trajectories": limits["grader"], "graded": limits["learner"]}
+        async with aclosing(follow_dead(cast(Archive, self._bus), self._run)) as letters:
+            async for letter in letters:
+                group = group_of(letter)
+                if group is not None and (letter.kind == "groups" or letter.deliveries > budget.get(letter.kind, letter.deliveries)):
+                    self._poison.append((group, f"dead-lettered: {letter.reason}"))
+                    self._changed.set()
 
     async def _ended_before(self) -> RunFinished | None:
         """The run was declared finished by a learner that may not have come to the end of its outcomes."""
@@ -205,11 +228,12 @@ class LearnerService:
             now = time.time()
             if self._out_of_time(now):
                 return self._finished(f"time limit of {run.time_limit_s:g} s reached")
-            await self._end([*self.assembler.sweep(self.head, now=now), *self.assembler.expire(now, head=self.head)])
+            await self._settle(now)
             if run.max_failed_groups and self._failed_in_a_row >= run.max_failed_groups:
                 return self._finished(f"{self._failed_in_a_row} groups in a row failed (run.max_failed_groups)", failed=True)
             batch = self.assembler.next_batch(self.head)
             if batch is None:
+                self._say_what_for()
                 await self._starve(self._patience(time.time()))
                 continue
             waited = time.monotonic() - waiting_since
@@ -217,8 +241,26 @@ class LearnerService:
             waiting_since = time.monotonic()
         return self._finished(f"{run.steps} versions produced")
 
+    async def _settle(self, now: float) -> None:
+        """Write every ending and every retry that is due."""
+        poison, self._poison = self._poison, []
+        failed = [self.assembler.fail(group, reason, head=self.head, now=now) for group, reason in poison]
+        await self._end([event for event in failed if event is not None])
+        for retry in self.assembler.retries(now):
+            await self._pen.retry(retry)
+            self.assembler.retried(retry)
+            log.info("group queued again", group=retry.group.group, attempt=retry.group.attempt, members=retry.group.wanted)
+        await self._end([*self.assembler.sweep(self.head, now=now), *self.assembler.expire(now, head=self.head)])
+
     def _finished(self, reason: str, *, failed: bool = False) -> RunFinished:
         return RunFinished(run=self._run, version=self.head, reason=reason, at=time.time(), failed=failed)
+
+    def _say_what_for(self) -> None:
+        """Once per step: a step that could be taken waits for groups it would make stale."""
+        waiting = self.assembler.waiting_for(self.head)
+        if waiting and self._waiting_at != self.head:
+            self._waiting_at = self.head
+            log.info("step waits for groups it would make stale", head=self.head, groups=waiting[:8], count=len(waiting))
 
     async def _starve(self, timeout_s: float | None) -> None:
         self._starved = True
@@ -326,7 +368,9 @@ class LearnerService:
                   "checkpoint_lag": float(version - self._checkpoints.durable), "checkpoint_wait_s": self._checkpoints.waited_s}
         log.info("version published", version=version, reward=round(report.values["reward_train"], 4),
                  lag_max=report.values["lag_max"], k3_lag0=values.get("k3_lag0"), step_s=round(step_s, 3), wait_s=round(waited, 3))
-        await self._reporter.report(values, {"lag_histogram": report.lag_histogram}, step=version)
+        lengths = self.assembler.lengths
+        series = {"lag_histogram": report.lag_histogram, "lengths_trained": _floats(lengths.trained), "lengths_otherwise": _floats(lengths.otherwise)}
+        await self._reporter.report(values, series, step=version)
 
     async def _finish(self, end: RunFinished) -> None:
         """Tell everyone first, so that nothing new is admitted, then end what is still open."""
@@ -339,3 +383,7 @@ class LearnerService:
             if left <= 0:
                 break
             await self._wait(left)
+
+
+def _floats(counts: Sequence[int]) -> tuple[float, ...]:
+    return tuple(float(count) for count in counts)
