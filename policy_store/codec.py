@@ -210,6 +210,6 @@ def _compressor() -> zstandard.ZstdCompressor:
 
 def _decompressor() -> zstandard.ZstdDecompressor:
     if not hasattr(_local, "decompressor"):
-        _local.decompressor = zstandard.ZstdDecompressor()
+        _local.decompressor = zstandard.ZstdDecompressor(max_window_size=4 * SHARD_BYTES)
     decompressor: zstandard.ZstdDecompressor = _local.decompressor
     return decompressor

@@ -1,0 +1,214 @@
+"""Every reader of bytes that another process wrote, as a function of bytes that either returns or lets a fault out.
+
+A target swallows the errors its reader declares and nothing else. What does decode is used: it is encoded again and must come back,
+so a message that passes one process cannot break the next. Shared by the short tests, the replayed corpus and the long fuzzing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import msgpack
+import numpy as np
+import zstandard
+
+from driftline.messages import (
+    BrokerUnavailable,
+    IntegrityError,
+    MalformedMessage,
+    Message,
+    PayloadTooLarge,
+    Subjects,
+    decode,
+    encode,
+)
+from driftline.messages.blobs import Claim, blob_digest
+from driftline.messages.bus import PubAck
+from driftline.messages.frames import claim_in, open_frame
+from driftline.messages.map_limits import check_map
+from driftline.messages.recording import pack_batch, unpack_batch
+from driftline.policy_store.codec import Codec, apply, encode_delta, encode_full
+from driftline.policy_store.manifest import Encoding, Link, Manifest, Pack, TensorEntry
+from driftline.policy_store.tensor import SHARD_BYTES, Layout, state_digest_of, tensor_digest_of
+
+__all__ = ["TARGETS", "seeds"]
+
+_HEAD = struct.Struct("<2sBBIQ")
+_compressor = zstandard.ZstdCompressor(level=1)
+
+
+def frame(data: bytes) -> None:
+    """`decode` of the bytes as they are."""
+    try:
+        message = decode(data)
+    except MalformedMessage:
+        return
+    _use(message)
+
+
+def body(data: bytes) -> None:
+    """`decode` of a well-formed head around any map and arrays: u16 length of the map, the map, the arrays."""
+    length = int.from_bytes(data[:2], "little") % (len(data) + 1)
+    packed, arrays = data[2 : 2 + length], data[2 + length :]
+    whole = packed + (bytes(-len(packed) % 16) + arrays if arrays else b"")
+    frame(_HEAD.pack(b"DL", 1, 0, len(packed), len(whole)) + whole)
+    frame(_HEAD.pack(b"DL", 1, 1, len(packed), len(whole)) + _compressor.compress(whole))
+
+
+def msgpack_map(data: bytes) -> None:
+    """The walk and the decoder agree: what the walk passes, msgpack takes as one value, up to its content."""
+    try:
+        check_map(data)
+    except MalformedMessage:
+        return
+    try:
+        msgpack.unpackb(data, raw=True, strict_map_key=False, object_pairs_hook=list, ext_hook=lambda code, raw: None, timestamp=0)
+    except ValueError as error:
+        if "Extra" in str(error) or "incomplete" in str(error):
+            raise
+
+
+def claim(data: bytes) -> None:
+    """Opening stored bytes whose blob is what follows them: u16 length of the frame, the frame, the blob."""
+    length = int.from_bytes(data[:2], "little") % (len(data) + 1)
+    stored, blob = data[2 : 2 + length], data[2 + length :]
+    claim_in(stored)
+    for candidate in (stored, encode(Claim(run="r", schema_of="group", digest=blob_digest(blob), size=len(blob), chunks=1))):
+        try:
+            message = asyncio.run(open_frame(_OneBlob(blob), f"{Subjects('r').root}.graded.g", candidate))
+        except (MalformedMessage, IntegrityError, BrokerUnavailable):
+            continue
+        _use(message)
+
+
+def record(data: bytes) -> None:
+    """`unpack_batch` of the bytes as they are, and of well-formed lengths around frames split at a marker."""
+    framed = b"".join(struct.pack("<Q", len(part)) + part for part in data.split(b"|||"))
+    for candidate in (data, framed):
+        try:
+            groups = unpack_batch(candidate)
+        except MalformedMessage:
+            continue
+        again = unpack_batch(pack_batch(groups))
+        assert [entry.group.group for entry in again] == [entry.group.group for entry in groups]
+
+
+def shard(data: bytes) -> None:
+    """Any payload applied to a small shard, by each codec: u8 codec, u8 width, u16 elements, payload. What lies around it stays."""
+    if len(data) < 4:
+        return
+    codec = Codec(data[0] % len(Codec))
+    width = 1 << data[1] % 4
+    count = 1 + int.from_bytes(data[2:4], "little") % 5000
+    around = np.full(count * width + 128, 0xA5, np.uint8)
+    payloads = [data[4:]]
+    if codec is Codec.SPARSE:  # the sections as the codec makes them, around any gaps and values
+        gaps, values = data[4 : 4 + len(data) // 2], data[4 + len(data) // 2 :]
+        frames = [_compressor.compress(gaps), *(_compressor.compress(values[k::width]) for k in range(width))]
+        payloads.append(b"".join([*(struct.pack("<I", len(part)) for part in frames), *frames]))
+    for payload in payloads:
+        try:
+            apply(codec, payload, around[64:-64], width)
+        except IntegrityError:
+            continue
+    assert (around[:64] == 0xA5).all()
+    assert (around[-64:] == 0xA5).all()
+
+
+TARGETS: dict[str, Callable[[bytes], None]] = {
+    "frame": frame,
+    "body": body,
+    "map": msgpack_map,
+    "claim": claim,
+    "record": record,
+    "shard": shard,
+}
+
+
+class _OneBlob:
+    """A broker that answers every chunk with the same bytes."""
+
+    def __init__(self, blob: bytes) -> None:
+        self._blob = blob
+
+    async def publish_bytes(self, subject: str, data: bytes, *, id: str) -> PubAck:
+        raise AssertionError("reading stores nothing")
+
+    async def get_bytes(self, stream: str, subject: str) -> bytes | None:
+        return self._blob
+
+    async def purge(self, stream: str, subject: str) -> None:
+        raise AssertionError("reading deletes nothing")
+
+
+def _use(message: Message) -> None:
+    try:
+        again = decode(encode(message))
+    except PayloadTooLarge:
+        return
+    assert type(again) is type(message)
+    if isinstance(message, Manifest):
+        for encoding in (message.delta, message.full):
+            for place in message.placements(encoding) if encoding is not None else ():
+                assert place.pack < 0 or 0 <= place.offset <= place.offset + place.length <= encoding.packs[place.pack].size  # type: ignore[union-attr]
+
+
+def seeds(target: str, frames: dict[str, bytes]) -> dict[str, bytes]:
+    """Inputs that decode, by name, from the frames of every schema."""
+    if target in ("frame", "body", "map"):
+        frames = {**frames, "manifest": encode(_manifest())}
+    match target:
+        case "frame":
+            return frames
+        case "body" | "map":
+            maps = {name: _opened(data) for name, data in frames.items()}
+            if target == "map":
+                return {name: packed for name, (packed, _) in maps.items()}
+            return {name: len(packed).to_bytes(2, "little") + packed + rest for name, (packed, rest) in maps.items()}
+        case "claim":
+            return {name: b"\x00\x00" + data for name, data in frames.items()} | {
+                "claimed": len(frames["claim"]).to_bytes(2, "little") + frames["claim"] + frames["graded"]
+            }
+        case "record":
+            return {name: data for name, data in frames.items() if name in ("recorded", "group")}
+        case _:
+            return {f"{codec.name.lower()}_{width}": _shard_seed(codec, width) for codec in Codec for width in (0, 1, 2)}
+
+
+def _opened(data: bytes) -> tuple[bytes, bytes]:
+    _, _, flags, length, size = _HEAD.unpack_from(data)
+    raw: Any = data[_HEAD.size :]
+    if flags:
+        raw = zstandard.ZstdDecompressor().decompress(raw, max_output_size=size)
+    return raw[:length], raw[length + -length % 16 :]
+
+
+def _manifest() -> Manifest:
+    """A version with a full and a delta of two tensors, unsealed: a mutant's content is then not refused by its seal alone."""
+    layouts = {"a": Layout("float32", (3, 5)), "b": Layout("bfloat16", (SHARD_BYTES // 2 + 1,))}
+    digests, entries, first = np.arange(48, dtype=np.uint8).reshape(3, 16), [], 0
+    for name, layout in layouts.items():
+        own = digests[first : first + layout.shard_count].tobytes()
+        first += layout.shard_count
+        entries.append(TensorEntry(name=name, dtype=layout.dtype, shape=layout.shape, digest=tensor_digest_of(name, layout, own)))
+    pack = Pack(digest="0" * 32, size=100, chunks=1)
+    columns = {"pack": np.zeros(3, np.int32), "offset": np.arange(0, 90, 30), "length": np.full(3, 30)}
+    parent = Link(version=0, seal="1" * 32)
+    return Manifest(
+        run="r", version=1, parent=parent, chain=(parent,), shard_bytes=SHARD_BYTES, tensors=tuple(entries), shard_digests=digests,
+        digest=state_digest_of(entry.digest for entry in entries), learner_step=1, consumed=("r/g0/0",), numerics={"k": [1.5]}, at=1.0,
+        full=Encoding(packs=(pack,), codec=np.full(3, Codec.FULL, np.uint8), changed=3, **columns),
+        delta=Encoding(packs=(pack,), codec=np.full(3, Codec.SPARSE, np.uint8), changed=3, **columns),
+    )  # fmt: skip
+
+
+def _shard_seed(codec: Codec, width: int) -> bytes:
+    size = 1 << width
+    base = np.arange(600 * size, dtype=np.uint64).astype(np.uint8)
+    new = base.copy()
+    new[:: 290 if codec is Codec.SPARSE else 2] ^= 3
+    made = encode_full(new, size) if codec is Codec.FULL else encode_delta(base, base if codec is Codec.UNCHANGED else new, size)
+    return bytes([made.codec, width]) + (599).to_bytes(2, "little") + made.payload
