@@ -33,7 +33,7 @@ from driftline.environments.source import PYTHON, RewardError, Score, task_id
 from driftline.messages.errors import ConfigError
 from driftline.messages.types import Task
 
-__all__ = ["PythonTasks"]
+__all__ = ["PythonTasks", "folder_of"]
 
 _EXPECTED = "define tasks(index, rng) -> (prompt, answer) and reward(prompt, answer, completion) -> float"
 
@@ -100,6 +100,11 @@ class PythonTasks:
         if not isinstance(value, (bool, int, float)) or not math.isfinite(value):
             raise RewardError("a reward is a finite number", field="reward", value=value, remedy="return a float")
         return Score(float(value), {"exact": float(completion.strip() == task.answer)})
+
+
+def folder_of(spec: str) -> Path:
+    """Where the file of "python:FILE" lies, and what it may import from."""
+    return _parse(spec)[0].resolve().parent
 
 
 def _parse(spec: str) -> tuple[Path, str]:

@@ -1,34 +1,33 @@
-"""Rewards run in worker processes, one item at a time each.
+"""Rewards run in worker processes, one item at a time each, inside a sandbox.
 
 Guarantees: `grade` always answers within the deadline plus a start-up; a reward that raises, hangs, crashes its process, takes
-too much memory or returns something that is no finite number fails that item with its cause and no other; a worker in doubt is
-killed with its children and replaced before the next item needs it. Nothing here imports or starts torch, and the
-event loop is never blocked.
+too much memory, prints without end or returns something that is no finite number fails that item with its cause and no other; a
+worker in doubt (also one that leaves processes behind, or that answered what nobody asked) is killed with all that it started and
+replaced before the next item. Nothing here imports or starts torch, and the event loop is never blocked.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
-import signal
-import sys
+import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
+from driftline.environments.python_source import folder_of
+from driftline.environments.sandbox import kernel
+from driftline.environments.sandbox.box import AUTO, Level, Limits, Sandbox, choose
+from driftline.environments.source import PYTHON
 from driftline.messages.errors import ConfigError, DriftlineError, MalformedMessage
 from driftline.messages.types import Task
-from driftline.services.grader.wire import HEADER, Failure, Verdict, frame_length, pack, unpack
+from driftline.services.grader.process import PRINTED_MOST, Gone, WorkerProcess
+from driftline.services.grader.wire import Failure, Verdict, pack
 
 __all__ = ["GraderPool", "WorkersFailing"]
 
 START_DEADLINE_S = 60.0
-STOP_DEADLINE_S = 5.0
-# Rewards are small: one thread each, so that `workers` means what it says, and a fixed hash seed, so that they repeat.
-_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
 _STARTS_IN_A_ROW = 3
 
 
@@ -36,19 +35,18 @@ class WorkersFailing(DriftlineError):
     """Workers do not start any more: the grader cannot go on and must be restarted."""
 
 
-class _Gone(Exception):
-    """The worker's pipe closed."""
-
-
 @dataclass
 class _Slot:
     """A place for one worker; empty until somebody needs it."""
 
-    worker: _Worker | None = None
+    worker: WorkerProcess | None = None
 
 
 class GraderPool:
-    """`async with GraderPool(("reasoning_gym",), workers=4) as pool: verdict = await pool.grade(task, completion)`."""
+    """`async with GraderPool(("reasoning_gym",), workers=4) as pool: verdict = await pool.grade(task, completion)`.
+
+    `sandbox` is "auto" or a level; `hidden` are files and folders that no reward may read.
+    """
 
     def __init__(
         self,
@@ -58,18 +56,28 @@ class GraderPool:
         deadline_s: float = 5.0,
         memory_mb: int = 1024,
         start_deadline_s: float = START_DEADLINE_S,
+        sandbox: str = AUTO,
+        hidden: Sequence[str] = (),
     ) -> None:
         if workers < 1:
             raise ConfigError("a pool needs a worker", field="grader.workers", value=workers, remedy="at least 1")
         self.deadline_s = deadline_s
         self.replaced = 0
-        self._settings = {"specs": list(specs), "memory_mb": memory_mb, "deadline_s": deadline_s}
+        self.sandbox = Sandbox(Level.OFF)
+        self._wanted, self._hidden = sandbox, tuple(hidden)
+        self._specs = list(specs)
+        self._settings = {"specs": self._specs, "memory_mb": memory_mb, "deadline_s": deadline_s}
         self._start_deadline_s = start_deadline_s
         self._slots = [_Slot() for _ in range(workers)]
         self._idle: asyncio.LifoQueue[_Slot] = asyncio.LifoQueue()
+        self._dying: list[WorkerProcess] = []
 
     async def __aenter__(self) -> Self:
         """Starts every worker, so that a source that does not load stops the service before it takes any work."""
+        folders = [str(folder_of(spec)) for spec in self._specs if spec.startswith(PYTHON)]
+        self.sandbox = await asyncio.to_thread(choose, self._wanted, limits=Limits(), readable=folders, hidden=self._hidden)
+        if self.sandbox.level is not Level.OFF:
+            kernel.close_to_tracing()  # the grader has the broker's credentials in its memory
         try:
             async with asyncio.TaskGroup() as starting:
                 for slot in self._slots:
@@ -91,58 +99,73 @@ class GraderPool:
 
     async def grade(self, task: Task, completion: str) -> Verdict:
         """The verdict on one completion. Never raises for the reward's sake; WorkersFailing when no worker starts."""
+        request = {"task": task.model_dump(mode="python"), "completion": completion, "token": secrets.token_bytes(16)}
         try:
-            frame = pack({"task": task.model_dump(mode="python"), "completion": completion})
+            frame = pack(request)
         except (MalformedMessage, TypeError, ValueError, OverflowError) as error:
             return Verdict(None, failure=Failure.UNSENDABLE, cause=f"the task cannot be given to a worker: {error}")
         slot = await self._idle.get()
         try:
-            return await self._grade_in(slot, frame)
+            return await self._grade_in(slot, frame, request["token"])
         finally:
             self._idle.put_nowait(slot)
 
-    async def _grade_in(self, slot: _Slot, frame: bytes) -> Verdict:
+    async def _grade_in(self, slot: _Slot, frame: bytes, token: object) -> Verdict:
+        """In a used worker first; what another item left in its pipe costs this one nothing but a fresh worker."""
         while True:
+            fresh = slot.worker is None
             worker = slot.worker or await self._fill(slot)
             try:
                 await worker.send(frame)
-            except _Gone:  # it died idle: the item was not touched, so it is not the item's fault
+            except Gone:  # it died idle: the item was not touched, so it is not the item's fault
                 await self._empty(slot)
                 continue
-            break
+            verdict = await self._answered(slot, worker, token, fresh)
+            if verdict is not None:
+                return verdict
+
+    async def _answered(self, slot: _Slot, worker: WorkerProcess, token: object, fresh: bool) -> Verdict | None:
+        """The verdict, or None where a used worker answered to something else."""
         started = time.perf_counter()
+
+        def failed(failure: Failure, cause: str) -> Verdict:
+            return Verdict(None, failure=failure, cause=cause, seconds=time.perf_counter() - started)
+
         try:
             async with asyncio.timeout(self.deadline_s):
                 answer = await worker.receive()
         except TimeoutError:
             await self._empty(slot)
-            cause = f"the reward did not return within {self.deadline_s:g} s (grader.deadline_s)"
-            return Verdict(None, failure=Failure.DEADLINE, cause=cause, seconds=time.perf_counter() - started)
-        except _Gone:
+            return failed(Failure.DEADLINE, f"the reward did not return within {self.deadline_s:g} s (grader.deadline_s)")
+        except Gone as error:
             how = await self._empty(slot)
-            cause = f"the reward ended its process: {how}"
-            return Verdict(None, failure=Failure.CRASHED, cause=cause, seconds=time.perf_counter() - started)
+            if worker.printed_too_much:
+                return failed(Failure.OUTPUT, f"the reward printed more than {PRINTED_MOST // 2**20} MiB")
+            return failed(Failure.CRASHED, str(error) or f"the reward ended its process: {how}")
         except BaseException:  # cancelled: the answer to this item must not be taken for the next one's
             worker.kill()
             slot.worker = None
+            self._dying.append(worker)
             self.replaced += 1
             raise
-        return await self._verdict(slot, answer)
+        if answer.get("token") != token:
+            await self._empty(slot)
+            return failed(Failure.CRASHED, "the reward wrote into the pipe of answers") if fresh else None
+        verdict = _verdict(answer)
+        if verdict is None:
+            await self._empty(slot)
+            return failed(Failure.CRASHED, "the reward wrote into the pipe of answers")
+        if verdict.failure is Failure.MEMORY or answer.get("left_behind"):
+            await self._empty(slot)  # whatever held the memory may still hold it, and what runs on must not reach the next item
+        return verdict
 
-    async def _verdict(self, slot: _Slot, answer: dict[str, Any]) -> Verdict:
-        if "failure" not in answer:
-            return Verdict(answer["reward"], answer["components"], seconds=answer["seconds"])
-        failure = Failure(answer["failure"])
-        if failure is Failure.MEMORY:
-            await self._empty(slot)  # whatever held the memory may still hold it
-        return Verdict(None, failure=failure, cause=answer["cause"], seconds=answer["seconds"])
-
-    async def _fill(self, slot: _Slot) -> _Worker:
+    async def _fill(self, slot: _Slot) -> WorkerProcess:
+        await self._bury()
         for attempt in range(1, _STARTS_IN_A_ROW + 1):
             try:
-                slot.worker = await _Worker.start(self._settings, self._start_deadline_s)
+                slot.worker = await WorkerProcess.start(self._settings, self.sandbox, self._start_deadline_s)
                 return slot.worker
-            except (_Gone, TimeoutError, OSError) as error:
+            except (Gone, TimeoutError, OSError) as error:
                 if attempt == _STARTS_IN_A_ROW:
                     raise WorkersFailing(
                         f"{attempt} grading processes in a row did not start: {type(error).__name__} {error}",
@@ -158,84 +181,27 @@ class GraderPool:
         self.replaced += 1
         return await worker.end() if worker is not None else "gone"
 
+    async def _bury(self) -> None:
+        """Reap what a cancellation left no time for."""
+        while self._dying:
+            await self._dying.pop().end()
+
     async def _stop_all(self) -> None:
         workers = [slot.worker for slot in self._slots if slot.worker is not None]
         for slot in self._slots:
             slot.worker = None
         for worker in workers:
             worker.kill()
-        for worker in workers:
-            await worker.end()
+        self._dying += workers
+        await self._bury()
 
 
-class _Worker:
-    """One process and its two pipes."""
-
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        self._process, self._in, self._out = process, process.stdin, process.stdout
-
-    @classmethod
-    async def start(cls, settings: dict[str, Any], deadline_s: float) -> _Worker:
-        """A process whose sources have loaded. A new session, so that a signal to the terminal's group drains the grader first
-        and a kill takes the reward's own children along."""
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-P",  # not the working directory: a user's random.py must not shadow Python's
-            "-m",
-            "driftline.services.grader.worker",
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            env={**os.environ, **_ENVIRONMENT},
-            start_new_session=True,
-        )
-        worker = cls(process)
-        try:
-            async with asyncio.timeout(deadline_s):
-                await worker.send(pack(settings))
-                answer = await worker.receive()
-        except BaseException:
-            worker.kill()
-            await worker.end()
-            raise
-        if "failed" in answer:
-            await worker.end()
-            raise ConfigError(f"a task source did not load: {answer['failed']}", field="tasks.source", value=settings["specs"])
-        return worker
-
-    async def send(self, frame: bytes) -> None:
-        if self._out.at_eof() or self._process.returncode is not None:
-            raise _Gone
-        try:
-            self._in.write(frame)
-            await self._in.drain()
-        except (ConnectionError, RuntimeError) as error:
-            raise _Gone from error
-
-    async def receive(self) -> dict[str, Any]:
-        try:
-            header = await self._out.readexactly(HEADER.size)
-            answer: dict[str, Any] = unpack(await self._out.readexactly(frame_length(header)))
-        except (asyncio.IncompleteReadError, ConnectionError) as error:
-            raise _Gone from error
-        return answer
-
-    def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-
-    async def end(self) -> str:
-        """Reap it; the signal that ended it, or its exit status."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(0.5):  # it closed its pipe: let its own status arrive before ours
-                if self._out.at_eof():
-                    await self._process.wait()
-        self.kill()
-        try:
-            async with asyncio.timeout(STOP_DEADLINE_S):
-                status = await self._process.wait()
-        except TimeoutError:
-            return "still running after SIGKILL"
-        self._in.close()
-        return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+def _verdict(answer: dict[str, Any]) -> Verdict | None:
+    """What an answer says; None when it is not one that our worker writes."""
+    try:
+        if "failure" in answer:
+            return Verdict(None, failure=Failure(answer["failure"]), cause=str(answer["cause"]), seconds=float(answer["seconds"]))
+        components = {str(name): float(value) for name, value in answer["components"].items()}
+        return Verdict(float(answer["reward"]), components, seconds=float(answer["seconds"]))
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None

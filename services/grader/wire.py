@@ -15,10 +15,11 @@ import msgpack
 
 from driftline.messages.errors import MalformedMessage
 
-__all__ = ["HEADER", "LONGEST_FRAME", "Failure", "Verdict", "frame_length", "pack", "unpack"]
+__all__ = ["HEADER", "LONGEST_ANSWER", "LONGEST_FRAME", "Failure", "Verdict", "frame_length", "pack", "unpack"]
 
 HEADER = struct.Struct("<I")
 LONGEST_FRAME = 64 * 1024 * 1024
+LONGEST_ANSWER = 1024 * 1024
 
 
 class Failure(StrEnum):
@@ -29,6 +30,7 @@ class Failure(StrEnum):
     DEADLINE = "deadline"
     MEMORY = "memory"
     CRASHED = "crashed"
+    OUTPUT = "output"
     UNSENDABLE = "unsendable"
 
 
@@ -48,9 +50,9 @@ def pack(value: Any) -> bytes:
     return HEADER.pack(len(body)) + body
 
 
-def frame_length(header: bytes) -> int:
+def frame_length(header: bytes, longest: int = LONGEST_FRAME) -> int:
     (length,) = HEADER.unpack(header)
-    if length > LONGEST_FRAME:
+    if length > longest:
         raise MalformedMessage("a frame longer than any", field="frame", value=length)
     return int(length)
 

@@ -1,22 +1,27 @@
 """One grading process: `python -m driftline.services.grader.worker`. Reads a task and a completion, answers with a reward.
 
 Guarantees: what the reward prints goes to stderr and never into the answer; memory beyond the limit raises here and nowhere else;
-a reward that raises is an answer with its cause; a worker whose grader has died ends by itself, even inside a reward that hangs.
-The first frame in names the sources, the first frame out says that they loaded.
+a reward that raises is an answer with its cause; a worker whose grader has died ends by itself, even inside a reward that hangs; what a
+reward leaves running is reported with its answer, however it was started. The first frame in names the sources, the first frame
+out says that they loaded. The sandbox around it was entered before Python came here.
 """
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import resource
 import signal
+import socket
 import sys
 import time
 import traceback
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from driftline.environments.sandbox import kernel
+from driftline.environments.sandbox.box import memory_taken
 from driftline.environments.source import RewardError, Score, Scorer, load_scorer
 from driftline.messages.types import Task
 from driftline.services.grader.wire import HEADER, Failure, frame_length, pack, unpack
@@ -34,16 +39,24 @@ def main() -> int:
     settings = _read(requests)
     if settings is None:
         return 0
+    confined = bool(settings["confined"])
+    if confined:
+        kernel.close_to_tracing()
+        kernel.become_subreaper()  # so that what forks twice and goes on alone is still found below
     try:
         scorer = load_scorer(settings["specs"])
     except Exception as error:
         _write(answers, {"failed": f"{type(error).__name__}: {error}"})
         return 1
     _limit_memory(int(settings["memory_mb"]))
+    loaded = _running_children() if confined else set()
     _write(answers, {"ready": os.getpid()})
     while (request := _read(requests)) is not None:
-        signal.alarm(math.ceil(settings["deadline_s"]) + _ORPHAN_GRACE_S)
-        _write(answers, grade(scorer, request))
+        token = request.pop("token")
+        _limit_time(settings["deadline_s"])
+        answer = grade(scorer, request)
+        left_behind = bool(confined and _running_children() - loaded)
+        _write(answers, {**answer, "token": token, "left_behind": left_behind})
         signal.alarm(0)
     return 0
 
@@ -79,7 +92,16 @@ def _checked(score: Score) -> dict[str, Any]:
 def _cause(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     line = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
-    return f"{type(error).__name__}: {error}"[:500] + line
+    return f"{type(error).__name__}: {error}"[:500] + line + _hint(error)
+
+
+def _hint(error: BaseException) -> str:
+    """A reward that wants the network meets an error that does not say why."""
+    unreachable = isinstance(error, OSError) and error.errno in (errno.ENETUNREACH, errno.ENETDOWN)
+    names = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+    if unreachable or isinstance(error, socket.gaierror) or (isinstance(error, PermissionError) and {"socket", "create_connection"} & {*names}):
+        return " (the sandbox has no network: grader.sandbox)"
+    return ""
 
 
 def _private_pipes() -> tuple[BinaryIO, BinaryIO]:
@@ -95,11 +117,38 @@ def _private_pipes() -> tuple[BinaryIO, BinaryIO]:
 def _limit_memory(megabytes: int) -> None:
     """Address space: what the imports took, plus `megabytes` for rewards. Not enforceable on every system (macOS)."""
     try:
-        taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (taken + megabytes * MIB, resource.RLIM_INFINITY))
+        most = memory_taken() + megabytes * MIB
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
     except (OSError, ValueError):
         print("grader worker: this system does not limit a process's memory", file=sys.stderr)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a reward that crashes is a cause, not a gigabyte on disk
+
+
+def _limit_time(deadline_s: float) -> None:
+    """For one item, of the wall's time and the processor's, in case that nobody is there to kill."""
+    grace = math.ceil(deadline_s) + _ORPHAN_GRACE_S
+    signal.alarm(grace)
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    spent = math.ceil(used.ru_utime + used.ru_stime)
+    resource.setrlimit(resource.RLIMIT_CPU, (spent + grace * (os.cpu_count() or 1), resource.RLIM_INFINITY))
+
+
+def _running_children() -> set[int]:
+    """Direct children that run; orphans below count, since this process adopts them."""
+    found: set[int] = set()
+    for thread in Path("/proc/self/task").iterdir():
+        try:
+            found |= {int(number) for number in (thread / "children").read_text().split()}
+        except OSError:  # the thread ended
+            continue
+    return {number for number in found if _runs(number)}
+
+
+def _runs(number: int) -> bool:
+    try:
+        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 def _read(pipe: BinaryIO) -> Any:

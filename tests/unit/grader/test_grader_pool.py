@@ -105,8 +105,9 @@ async def test_every_way_to_fail_fails_one_member_and_the_pool_recovers(spec: st
 
 
 async def test_rewards_that_sleep_run_at_once_in_every_worker_and_never_in_more(spec: str) -> None:
+    """R2: slow rewards one after the other made a step wait for their sum."""
     task = task_of(spec)
-    async with GraderPool([spec], workers=4, deadline_s=60.0) as pool:
+    async with GraderPool([spec], workers=4, deadline_s=60.0, sandbox="rlimit") as pool:  # they meet in a folder: it must be writable
         verdicts = await asyncio.gather(*(pool.grade(task, f"overlap:{number}") for number in range(64)))
     overlap = [verdict.reward for verdict in verdicts]
     assert None not in overlap
@@ -114,6 +115,7 @@ async def test_rewards_that_sleep_run_at_once_in_every_worker_and_never_in_more(
 
 
 async def test_the_event_loop_goes_on_while_a_reward_hangs(spec: str) -> None:
+    """R3: a reward that blocks must not block the loop that awaits it."""
     task = task_of(spec)
     async with GraderPool([spec], workers=1, deadline_s=1.0) as pool:
         hanging = asyncio.create_task(pool.grade(task, "hang"))
@@ -136,7 +138,7 @@ async def test_a_worker_starts_without_torch(spec: str) -> None:
 
 
 async def test_the_children_of_a_hung_reward_die_with_it(spec: str, tmp_path: Path) -> None:
-    async with GraderPool([spec], workers=1, deadline_s=2.0) as pool:
+    async with GraderPool([spec], workers=1, deadline_s=2.0, sandbox="rlimit") as pool:
         assert (await pool.grade(task_of(spec), "child")).failure is Failure.DEADLINE
     child = int((tmp_path / "child").read_text())
     async with asyncio.timeout(10):
@@ -150,8 +152,8 @@ async def test_a_worker_killed_while_idle_costs_no_member(spec: str) -> None:
         await pool.grade(task, "ok:")
         worker = pool._slots[0].worker
         assert worker is not None
-        os.kill(worker._process.pid, signal.SIGKILL)
-        await worker._process.wait()
+        os.kill(worker.process.pid, signal.SIGKILL)
+        await worker.process.wait()
         assert (await pool.grade(task, "ok:")).reward == 1.0
         assert pool.replaced == 1
 
@@ -176,7 +178,7 @@ async def test_a_source_that_does_not_load_stops_the_pool_before_any_work(tmp_pa
 
 async def test_no_process_is_left_after_the_pool(spec: str) -> None:
     async with GraderPool([spec], workers=3) as pool:
-        pids = [slot.worker._process.pid for slot in pool._slots if slot.worker is not None]
+        pids = [slot.worker.process.pid for slot in pool._slots if slot.worker is not None]
     assert len(pids) == 3
     assert not any(_running(pid) for pid in pids)
 
