@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-import time
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from loop_cases import (
     WAIT_S,
-    consumer_idle,
     eventually,
     finish,
     groups_of,
@@ -21,20 +19,23 @@ from loop_cases import (
     sampled,
     tiny,
 )
+from rollout_cases import CONFIG, RUN, Gate, gated, is_idle, stored, versions
 
 from driftline.messages.errors import BrokerFull
 from driftline.messages.memory import MemoryBus
 from driftline.messages.subjects import Subjects
-from driftline.messages.types import Outcome, OutcomeEvent, Trajectory
+from driftline.messages.types import Outcome, OutcomeEvent
 from driftline.policy_store.blobs import MemoryBlobs
 from driftline.services.config import Config
 from driftline.services.rollout import service as rollout_service
-from driftline.services.rollout.engine import Engine
 from driftline.services.rollout.service import RolloutService
 from driftline.services.runtime import run_topology
 
-CONFIG = tiny("rolling")
-RUN = CONFIG.run.name
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    with gated(monkeypatch) as gate:
+        yield gate
 
 
 @pytest.fixture
@@ -49,62 +50,6 @@ async def blobs(bus: MemoryBus) -> MemoryBlobs:
     blobs = MemoryBlobs()
     await publish_version(bus, blobs, RUN, 0)
     return blobs
-
-
-async def stored(bus: MemoryBus, count: int) -> list[Trajectory]:
-    """Pull and acknowledge until there are `count`, in order of (group, member)."""
-    consumer = next(c for c in run_topology(CONFIG).consumers if c.durable == "grader")
-    found: list[Trajectory] = []
-    async with asyncio.timeout(WAIT_S):
-        while len(found) < count:
-            for delivery in await bus.pull(consumer, batch=64, timeout_s=1.0):
-                assert isinstance(delivery.message, Trajectory)
-                found.append(delivery.message)
-                await delivery.ack()
-    return sorted(found, key=lambda t: (t.group, t.member))
-
-
-async def is_idle(bus: MemoryBus) -> bool:
-    return await consumer_idle(bus, CONFIG, "rollout")
-
-
-def versions(trajectory: Trajectory) -> set[int]:
-    return set(trajectory.versions[trajectory.action_mask].tolist())
-
-
-class Gate:
-    """Holds the engine in one step, in the middle of a slice, until it is opened; that step then ends the slice."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.reached, self._open, self._closed = threading.Event(), threading.Event(), False
-        real = Engine.step
-
-        def step(engine: Engine) -> list[Trajectory]:
-            done = real(engine)
-            if self._closed:
-                self._closed = False
-                self.reached.set()
-                assert self._open.wait(WAIT_S)
-                time.sleep(0.06)  # longer than a slice
-            return done
-
-        monkeypatch.setattr(Engine, "step", step)
-
-    def close(self) -> None:
-        self._closed = True
-
-    async def entered(self) -> None:
-        assert await asyncio.to_thread(self.reached.wait, WAIT_S)
-
-    def open(self) -> None:
-        self._open.set()
-
-
-@pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Any:
-    made = Gate(monkeypatch)
-    yield made
-    made.open()
 
 
 async def test_all_members_are_stored_then_the_group_is_acknowledged(bus: MemoryBus, blobs: MemoryBlobs) -> None:
