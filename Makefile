@@ -1,6 +1,7 @@
 # make demo   sets up and trains a small policy with everything running here; the last line it prints is the run folder
 # make test   sets up, then ruff, mypy and the tests
 # make setup  only the environment
+# make chaos  runs under kill -9, one after another: SEEDS=20 STEPS=30 FIRST=1; writes runs/chaos/summary.json
 #
 # The environment is .venv. One that already runs this checkout's driftline is used as it is. On a machine without a GPU the
 # CPU build of torch is a tenth of the download: make demo TORCH_INDEX=<PyTorch's index of CPU wheels>
@@ -9,11 +10,14 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 ARGS ?=
+SEEDS ?= 20
+STEPS ?= 30
+FIRST ?= 1
 
 BIN := .venv/bin
 STAMP := .venv/.driftline-ready
 
-.PHONY: demo test setup check clean
+.PHONY: demo test setup chaos check clean
 
 demo: $(STAMP)
 	@$(BIN)/driftline run examples/demo.toml $(ARGS)
@@ -24,6 +28,9 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -q $(ARGS)
 
 setup: $(STAMP)
+
+chaos: $(STAMP)
+	@$(BIN)/python tests/chaos/soak.py --seeds $(SEEDS) --steps $(STEPS) --first $(FIRST)
 
 # What a usable environment can do. Run by hand it says what is missing.
 check:
