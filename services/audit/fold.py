@@ -30,6 +30,7 @@ __all__ = ["Accounts", "Consumed"]
 
 REASONS_KEPT: Final = 64
 OTHER: Final = "other reasons"
+LEFT_OUT: Final = "left_out"  # came too, and was not usable: its group was trained without it
 _NUMBER = re.compile(r"\d+(\.\d+)?")
 
 
@@ -292,7 +293,7 @@ def _trajectories(still: Sequence[_Group], ended: Sequence[_Group]) -> Trajector
         used = own & set(ending.trained)
         came = (own & set(ending.arrived)) - used
         trained += len(used)
-        untrained[ending.outcome.value] += len(came)
+        untrained[LEFT_OUT if ending.outcome is Outcome.TRAINED else ending.outcome.value] += len(came)
         never += group.members - len(used) - len(came)
     in_flight = sum(group.members for group in still)
     total = sum(group.members for group in (*still, *ended))

@@ -61,7 +61,7 @@ class TrajectoryCounts:
     total: int
     trained: int
     untrained: Mapping[str, int]
-    """Members that came and were not trained on, by the outcome of their group."""
+    """Members that came and were not trained on, by the outcome of their group; `left_out` of one that was trained."""
     never_arrived: int
     in_flight: int
 
