@@ -23,6 +23,7 @@ from typing import Any
 from chaos_books import Books, follow_policy, read_ledger
 from chaos_echo import Echo
 from chaos_proxy import DelayingProxy
+from chaos_replay import replay_own_record
 from chaos_schedule import KINDS, Act, Fault, Plane, kind_of
 from loop_cases import tiny
 
@@ -30,6 +31,8 @@ from driftline.messages.dead_letters import dead_letters
 from driftline.messages.errors import DriftlineError
 from driftline.messages.nats_bus import NatsBus
 from driftline.messages.server import NatsServer
+from driftline.services.audit.read import audit
+from driftline.services.audit.report import Bounds
 from driftline.services.config import Config
 from driftline.services.runtime import finished, run_topology
 from driftline.services.supervisor.folder import RunFolder
@@ -42,6 +45,7 @@ __all__ = ["Result", "chaos_config", "perform"]
 STALL_S = 240.0  # twice a group's deadline and a start of everything
 SERVES_S = 90.0
 END_S = 120.0
+FULL_REPLAY_STEPS = 16  # a shorter run is replayed by the trainer alone, to be quick
 # Processes are found by it whoever their parent has become.
 MARK = "DRIFTLINE_CHAOS"
 PATIENT = RestartPolicy(budget=100_000, window_s=3600.0, first_s=0.1, longest_s=0.5)
@@ -74,6 +78,7 @@ class Result:
     dead_letters: int = 0
     outcomes: dict[str, int] = field(default_factory=dict)
     digest: str = ""
+    audit_findings: int = 0
     replay_equal: bool | None = None
     left_over: int = 0
     wall_s: float = 0.0
@@ -307,6 +312,14 @@ async def _settle(stage: _Stage, bus: NatsBus, result: Result) -> None:
     result.lost, result.doubled, result.outcomes = len(books.lost()), len(books.doubled()), books.outcomes()
     result.digest = books.heads[books.head].digest if books.heads else ""
     result.dead_letters = len(await dead_letters(bus, run))
+    report = await audit(bus, run, bounds=Bounds(stage.config.run.max_lag, stage.config.run.groups_per_step))
+    result.audit_findings = len(report.findings)
+    result.problems += [f"audit: {finding.kind} {finding.id}: {finding.sentence}" for finding in report.findings]
+    played = await replay_own_record(
+        stage.server.url, run, stage.folder.config, stage.folder.path, learner_only=stage.config.run.steps < FULL_REPLAY_STEPS
+    )
+    result.replay_equal = played.equal and played.versions == result.versions
+    result.problems += played.problems
 
 
 def resumes(log: Path) -> dict[str, int]:
