@@ -101,7 +101,7 @@ def requeue(
         typer.echo(plain(f"{letter.seq} {'queued' if new else 'was queued already'} on {letter.subject}"))
         return True
 
-    _each(name, url, numbers, kind, one)
+    _each(name, url, numbers, kind, one, role="admin")
 
 
 def drop(
@@ -120,7 +120,7 @@ def drop(
         typer.echo(f"{letter.seq} {'dropped' if gone else 'was gone already'}")
         return True
 
-    _each(name, url, numbers, kind, one)
+    _each(name, url, numbers, kind, one, role="admin")
 
 
 def _check_chosen(numbers: list[int] | None, all_: bool, kind: str) -> None:
@@ -128,8 +128,10 @@ def _check_chosen(numbers: list[int] | None, all_: bool, kind: str) -> None:
         raise ConfigError("say which letters, in one way", field="SEQ", value=numbers or "", remedy="numbers, or --kind, or --all")
 
 
-def _each(name: str, url: str, numbers: list[int] | None, kind: str, do: Callable[[Bus, DeadLetter], Awaitable[bool]]) -> int:
-    """`do` to each chosen letter; how many there were. Exits with 1 when it said no to one."""
+def _each(
+    name: str, url: str, numbers: list[int] | None, kind: str, do: Callable[[Bus, DeadLetter], Awaitable[bool]], *, role: str = "observer"
+) -> int:
+    """`do` to each chosen letter, with the credentials of `role`; how many there were. Exits with 1 when it said no to one."""
     done: list[bool] = []
 
     async def body(bus: NatsBus) -> None:
@@ -141,7 +143,7 @@ def _each(name: str, url: str, numbers: list[int] | None, kind: str, do: Callabl
         async for letter in chosen:
             done.append(await do(bus, letter))
 
-    asyncio.run(with_bus(url, body))
+    asyncio.run(with_bus(url, body, role=role))
     if not all(done):
         sys.exit(1)
     return len(done)

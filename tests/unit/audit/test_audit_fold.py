@@ -25,7 +25,7 @@ from driftline.services.audit.report import Bounds, FindingKind, Report
 from driftline.services.audit.text import CLEAN, report_lines
 from driftline.services.dispatcher.admission import group_id
 
-TWO = [Consumed(0, []), admitted(0), admitted(1), consumed(1, 0), trained(0, 1), ended(1, Outcome.ZERO_VARIANCE, arrived=(0, 1))]
+TWO: list[Event] = [Consumed(0, []), admitted(0), admitted(1), consumed(1, 0), trained(0, 1), ended(1, Outcome.ZERO_VARIANCE, arrived=(0, 1))]
 """Two groups: one trained by version 1, one without variance."""
 LIMITS = Bounds(max_lag=1, groups_per_step=1)
 
@@ -92,7 +92,7 @@ def test_what_outcomes_and_versions_say_of_each_other_is_compared(history: list[
 def test_a_group_may_be_open_while_the_run_goes_on_and_not_when_it_is_over() -> None:
     """H19 (a lost completion: the sample is waited for without end). While the run goes on the audit shows the group in flight; the end
     of the run makes it a finding with its name."""
-    history = [*TWO, admitted(2, members=8)]
+    history: list[Event] = [*TWO, admitted(2, members=8)]
     live = judge(history, over=False)
     assert (live.findings, live.open, live.trajectories.in_flight) == ((), 1, 8)
     assert found(judge(history)) == [(FindingKind.UNFINISHED, group_id(2))]
@@ -105,7 +105,7 @@ def test_a_group_lost_in_a_step_says_which_version_was_being_trained() -> None:
 
 
 def test_the_newest_version_may_be_ahead_of_its_outcomes_and_an_older_one_may_not() -> None:
-    history = [*TWO, admitted(2), consumed(2, 2)]
+    history: list[Event] = [*TWO, admitted(2), consumed(2, 2)]
     assert judge(history, over=False).findings == ()
     assert found(judge([*history, consumed(3)], over=False)) == [(FindingKind.CONSUMED_UNTRAINED, id) for id in ids(2)]
 
@@ -122,7 +122,7 @@ def test_what_was_sampled_ahead_and_dropped_by_a_resume_is_named() -> None:
 
 def test_prompts_skipped_by_a_resume_are_named_as_one_range() -> None:
     """L4 (675 of 736 prompts skipped on resume): with half the ids in flight a crash moves the cursor; every id must end exactly once."""
-    history = [event for index in (*range(61), 736) for event in (admitted(index), ended(index))]
+    history: list[Event] = [event for index in (*range(61), 736) for event in (admitted(index), ended(index))]
     assert found(judge(history)) == [(FindingKind.INDEX_MISSING, "61-735")]
 
 
@@ -138,7 +138,7 @@ def test_siblings_with_one_id_are_named_and_eight_with_their_own_are_not() -> No
 def test_fifty_discarded_rollouts_leave_nothing_in_flight() -> None:
     """H28 (in-flight counter not decremented for discarded rollouts): there is no counter; the dispatcher's fold and ours agree."""
     bounds = Bounds(max_lag=1, groups_per_step=25)
-    history = [*(admitted(index) for index in range(50)), *(ended(index, Outcome.STALE, arrived=(0, 1)) for index in range(50))]
+    history: list[Event] = [*(admitted(index) for index in range(50)), *(ended(index, Outcome.STALE, arrived=(0, 1)) for index in range(50))]
     report = judge(history, over=False, bounds=bounds)
     assert (report.findings, report.trajectories.in_flight, report.capacity, report.peak_open) == ((), 0, 50, 50)
     assert report.trajectories.untrained == {"stale": 100}
@@ -158,7 +158,7 @@ def test_a_burst_after_a_resume_is_named() -> None:
 
 
 def test_every_trajectory_is_counted_once() -> None:
-    history = [
+    history: list[Event] = [
         Consumed(0, []), admitted(0, 4), admitted(1, 4), admitted(2, 4), admitted(3, 4), Consumed(1, ids(0, (0, 2))),
         trained(0, 1, (0, 2), arrived=(0, 1, 2)), ended(1, Outcome.EXPIRED, arrived=(3,)), ended(2, Outcome.ZERO_VARIANCE, arrived=range(4)),
     ]
@@ -168,9 +168,9 @@ def test_every_trajectory_is_counted_once() -> None:
 
 
 def test_reasons_are_counted_without_their_numbers_and_are_bounded() -> None:
-    history = [admitted(0), ended(0, reason="lag 2 exceeds 1"), admitted(1), ended(1, reason="lag 12 exceeds 1")]
+    history: list[Event] = [admitted(0), ended(0, reason="lag 2 exceeds 1"), admitted(1), ended(1, reason="lag 12 exceeds 1")]
     assert judge(history).reasons == {"stale": {"lag N exceeds N": 2}}
-    many = [event for index in range(200) for event in (admitted(index), ended(index, reason="x" * index))]
+    many: list[Event] = [event for index in range(200) for event in (admitted(index), ended(index, reason="x" * index))]
     reasons = judge(many).reasons["stale"]
     assert (len(reasons), sum(reasons.values())) == (65, 200)
 
@@ -195,7 +195,7 @@ def test_a_trained_group_whose_version_left_nothing_is_counted_as_unverified() -
 
 
 def test_records_stand_in_for_collected_manifests() -> None:
-    history = [admitted(0), Consumed(1, ids(0, (0,)), recorded=True), trained(0, 1), admitted(1), consumed(2, 1), trained(1, 2)]
+    history: list[Event] = [admitted(0), Consumed(1, ids(0, (0,)), recorded=True), trained(0, 1), admitted(1), consumed(2, 1), trained(1, 2)]
     report = judge(history)
     assert found(report) == [(FindingKind.OUTCOME_DIFFERS, group_id(0))]
     assert (report.versions.records, report.versions.manifests) == (1, 1)
