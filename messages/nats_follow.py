@@ -138,6 +138,9 @@ class _Reader:
         headers = message.headers or {}
         status = headers.get("Status", "")
         if status == _HEARTBEAT:
+            # Sent behind everything delivered so far: what it counts and we did not see was dropped on the way.
+            if int(headers.get("Nats-Last-Consumer", 0)) > self._delivered:
+                raise _Restart(f"{self._delivered} of {headers['Nats-Last-Consumer']} deliveries arrived")
             return
         description = headers.get("Description", "")
         # 408: the request expired; 409 with these words: its bytes are used up. Anything else is about the consumer.
