@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
 
 import pytest
+from learner_cases import (
+    CONFIG,
+    RUN,
+    SUBJECTS,
+    Cut,
+    failure,
+    feed,
+    learner,
+    ledger,
+    manifest,
+    pair,
+    settled,
+    short_topology,
+)
 from loop_cases import (
     admit,
     alternating,
     base_state,
     beside,
-    consumer_idle,
     eventually,
     grade,
     groups_of,
@@ -27,27 +37,16 @@ from loop_cases import (
     with_reward,
 )
 
-from driftline.messages import decode
-from driftline.messages.bus import Bus
 from driftline.messages.errors import BrokerUnavailable, DriftlineError, HeadConflict
 from driftline.messages.memory import MemoryBus
-from driftline.messages.subjects import Subjects, Topology
-from driftline.messages.types import Graded, Metrics, Outcome, OutcomeEvent, RunFinished
+from driftline.messages.types import Metrics, Outcome, OutcomeEvent, RunFinished
 from driftline.policy_store.blobs import MemoryBlobs
-from driftline.policy_store.manifest import Manifest, PolicyHead
-from driftline.policy_store.reader import PolicyReader
+from driftline.policy_store.manifest import PolicyHead
 from driftline.policy_store.tensor import state_digest
-from driftline.services.config import Config
 from driftline.services.learner import service as learner_service
 from driftline.services.learner.assembler import Batch
-from driftline.services.learner.service import LearnerService
 from driftline.services.learner.trainer import StepReport, Trainer
 from driftline.services.runtime import run_topology
-
-T = TypeVar("T")
-CONFIG = tiny("learning")
-RUN = CONFIG.run.name
-SUBJECTS = Subjects(RUN)
 
 
 @pytest.fixture
@@ -73,48 +72,6 @@ def lags(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(Trainer, "step", step)
     return seen
-
-
-def learner(bus: Bus, blobs: MemoryBlobs, folder: Path, config: Config = CONFIG) -> LearnerService:
-    return LearnerService(bus, blobs, config, folder)
-
-
-def pair(step: int, config: Config = CONFIG) -> list[Graded]:
-    """The two groups of a step, sampled by the version it starts from."""
-    return alternating(sampled(groups_of(config, (2 * step, 2 * step + 1)), version=step))
-
-
-async def feed(bus: Bus, step: int, config: Config = CONFIG) -> None:
-    await admit(bus, groups_of(config, (2 * step, 2 * step + 1)))
-    await grade(bus, pair(step, config))
-
-
-async def manifest(bus: Bus, blobs: MemoryBlobs, version: int) -> Manifest:
-    return await PolicyReader(bus, blobs, RUN).manifest(version)
-
-
-async def ledger(bus: MemoryBus, kind: type[T]) -> list[T]:
-    """What of a kind the ledger holds now."""
-    raws = await bus.read(SUBJECTS.stream("LEDGER"), SUBJECTS.ledger)
-    return [message for raw in raws if isinstance(message := decode(raw.data), kind)]
-
-
-async def settled(bus: MemoryBus) -> None:
-    """Every member acknowledged."""
-    await eventually(lambda: consumer_idle(bus, CONFIG, "learner"))
-
-
-def leaves(error: BaseException) -> list[BaseException]:
-    if isinstance(error, BaseExceptionGroup):
-        return [leaf for inner in error.exceptions for leaf in leaves(inner)]
-    return [error]
-
-
-async def failure(task: asyncio.Task[None]) -> BaseException:
-    await asyncio.wait({task})
-    error = task.exception()
-    assert error is not None
-    return leaves(error)[0]
 
 
 async def test_version_zero_is_the_starting_checkpoint(bus: MemoryBus, blobs: MemoryBlobs, tmp_path: Path) -> None:
@@ -258,28 +215,9 @@ async def test_a_learner_restarted_in_the_middle_makes_the_versions_it_would_hav
     assert digests["whole"] == digests["broken"]
 
 
-class Cut(MemoryBus):
-    """A connection that is lost at the first publish of an id that holds `at`, and at each after it."""
-
-    def __init__(self, bus: MemoryBus, at: str) -> None:
-        super().__init__(bus.broker)
-        self._at, self._cut = at, False
-
-    async def publish(self, subject: str, *args: Any, **more: Any) -> Any:
-        self._cut = self._cut or self._at in more["id"]
-        if self._cut:
-            raise BrokerUnavailable("cut off by the test", field="subject", value=subject)
-        return await super().publish(subject, *args, **more)
-
-
 @pytest.fixture
 def short_leases(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a dead learner held comes back within a second."""
-    def topology(config: Config) -> Topology:
-        full = run_topology(config)
-        return replace(full, consumers=tuple(replace(c, ack_wait_s=1.0) for c in full.consumers))
-
-    monkeypatch.setattr(learner_service, "run_topology", topology)
+    monkeypatch.setattr(learner_service, "run_topology", short_topology)
 
 
 @pytest.mark.usefixtures("short_leases")
