@@ -15,8 +15,7 @@ import contextlib
 import json
 import re
 import ssl
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final, Self
 
 import nats.aio.client
@@ -24,6 +23,7 @@ import nats.errors
 import structlog
 from nats.aio.msg import Msg
 
+from driftline.messages.credentials import Credentials, redacted
 from driftline.messages.errors import BrokerDenied, BrokerUnavailable, DriftlineError
 
 __all__ = ["Connection", "ConnectionLost", "Credentials", "Inbox", "NoResponders", "RequestTimeout"]
@@ -36,6 +36,7 @@ PING_INTERVAL_S: Final = 10
 WATCHDOG_S: Final = 2.0
 STUCK_RECONNECT_S: Final = 10.0
 _DENIED = re.compile(r"permissions violation for (publish|subscription) to \"?([^\" ]+)", re.IGNORECASE)
+_NOT_TLS: Final = frozenset({"WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE"})
 
 
 class RequestTimeout(BrokerUnavailable):
@@ -48,17 +49,6 @@ class ConnectionLost(RequestTimeout):
 
 class NoResponders(RequestTimeout):
     """Nobody listens on the subject: the stream or consumer does not exist, or JetStream is still starting."""
-
-
-@dataclass(frozen=True)
-class Credentials:
-    """How to authenticate. Users with different rights need different inbox prefixes, or one can read another's replies."""
-
-    user: str | None = None
-    password: str | None = None
-    token: str | None = None
-    tls: ssl.SSLContext | None = None
-    inbox_prefix: str = "_INBOX"
 
 
 class Inbox:
@@ -119,14 +109,16 @@ class Connection:
     """See the module. `epoch` grows each time the connection is lost, so a reader knows that deliveries may be missing."""
 
     def __init__(self, url: str, name: str, credentials: Credentials) -> None:
-        self.url = url
+        self.url = redacted(url)  # what logs and errors may show
+        self._address = url
         self.name = name
         self.client = nats.aio.client.Client()
         self.epoch = 0
         self.last_error = ""
         self._credentials = credentials
         self._connected = asyncio.Event()
-        self._refused: asyncio.Future[BrokerDenied] = asyncio.get_running_loop().create_future()
+        self._refused: asyncio.Future[DriftlineError] = asyncio.get_running_loop().create_future()
+        self._without_tls = 0
         self._fatal: DriftlineError | None = None
         self._closing = False
         self._inboxes: set[Inbox] = set()
@@ -145,14 +137,17 @@ class Connection:
     async def _connect(self, timeout_s: float) -> None:
         c = self._credentials
         more: dict[str, Any] = {k: v for k in ("user", "password", "token", "tls") if (v := getattr(c, k)) is not None}
+        if c.tls is not None:
+            # The client would otherwise believe a plaintext greeting that asks for no TLS, and send the password in the clear.
+            more["tls_handshake_first"] = True
         attempt = asyncio.ensure_future(
             self.client.connect(
-                self.url,
+                self._address,
                 name=self.name,
-                error_cb=self._on_error,
-                disconnected_cb=self._on_disconnected,
-                reconnected_cb=self._on_reconnected,
-                closed_cb=self._on_closed,
+                error_cb=_survived(self._on_error),
+                disconnected_cb=_survived(self._on_disconnected),
+                reconnected_cb=_survived(self._on_reconnected),
+                closed_cb=_survived(self._on_closed),
                 max_reconnect_attempts=-1,
                 reconnect_time_wait=0.1,  # type: ignore[arg-type]
                 connect_timeout=2,
@@ -342,12 +337,11 @@ class Connection:
 
     async def _on_error(self, error: Exception) -> None:
         self.last_error = str(error) or type(error).__name__
-        if isinstance(error, nats.errors.AuthorizationError) or "authorization violation" in self.last_error.lower():
+        if (refusal := self._refusal(error)) is not None:
             if not self._refused.done():
-                self._refused.set_result(
-                    BrokerDenied("the broker refused the credentials", field="broker.url", value=self.url,
-                                 remedy="check user, password and certificates")
-                )  # fmt: skip
+                self._refused.set_result(refusal)
+            if self._connected.is_set() or self.epoch:  # it was connected before: its user is gone, or has another password
+                self._die(refusal)
         elif (denied := _DENIED.search(self.last_error)) is not None:
             self._deny(denied[1].lower(), denied[2].lower())
         elif isinstance(error, nats.errors.SlowConsumerError):
@@ -355,9 +349,25 @@ class Connection:
             self._lose(ConnectionLost("messages were dropped", field="broker.url", value=self.url))
         log.debug("broker connection error", name=self.name, error=self.last_error)
 
+    def _refusal(self, error: Exception) -> DriftlineError | None:
+        """What no further attempt will change."""
+        if isinstance(error, nats.errors.AuthorizationError) or "authorization violation" in self.last_error.lower():
+            return BrokerDenied("the broker refused the credentials", field="broker.url", value=self.url,
+                                remedy="check broker.credentials: user, password and certificates")  # fmt: skip
+        if isinstance(error, ssl.SSLCertVerificationError):
+            return BrokerDenied(f"the broker's certificate is refused: {error.verify_message}", field="broker.url", value=self.url,
+                                remedy="use credentials made with this broker's certificate; `driftline keys show` says when it expires "
+                                "and `driftline keys make --host` for which names it is")  # fmt: skip
+        if isinstance(error, ssl.SSLError) and error.reason in _NOT_TLS and self._credentials.tls is not None:
+            self._without_tls += 1  # a client that was very late meets a plaintext greeting too: not at the first
+            if self._without_tls >= 4:
+                return BrokerDenied("the broker does not start with TLS", field="broker.url", value=self.url,
+                                    remedy="start it with the auth.conf of `driftline keys make`, or use no credentials")  # fmt: skip
+        return None
+
     def _deny(self, action: str, subject: str) -> None:
         error = BrokerDenied(f"no permission for {action}", field="subject", value=subject,
-                             remedy="grant it to this service's user")  # fmt: skip
+                             remedy="this user's role does not have it: see docs/security.md")  # fmt: skip
         log.error("broker denied", name=self.name, action=action, subject=subject)
         for asked, future in self._waiting.values():
             if not future.done() and (asked.lower() == subject or subject.startswith(self._reply_prefix.lower())):
@@ -384,13 +394,17 @@ class Connection:
 
     async def _on_closed(self) -> None:
         if not self._closing:
-            self._die(f"the client closed the connection for good ({self.last_error or self.client.last_error})")
+            why = f"the client closed the connection for good ({self.last_error or self.client.last_error})"
+            self._die(self._unavailable(why))
 
-    def _die(self, why: str) -> None:
+    def _unavailable(self, why: str) -> BrokerUnavailable:
+        return BrokerUnavailable(why, field="broker.url", value=self.url, remedy="restart the service")
+
+    def _die(self, error: DriftlineError) -> None:
         if self._fatal is None:
-            self._fatal = BrokerUnavailable(why, field="broker.url", value=self.url, remedy="restart the service")
-            log.error("broker connection is dead", name=self.name, why=why)
-            self._fail_all(self._fatal)
+            self._fatal = error
+            log.error("broker connection is dead", name=self.name, why=error.problem)
+            self._fail_all(error)
 
     def _fail_all(self, error: DriftlineError) -> None:
         self._connected.set()  # wakes the waiting, whose next check raises
@@ -415,6 +429,8 @@ class Connection:
                     log.warning("broker does not answer pings; reconnecting", name=self.name)
                     failures = 0
                     await self.client.force_reconnect()
+            elif (reconnecting := self.client._reconnection_task) is not None and reconnecting.done():
+                self._die(self._unavailable("the client stopped reconnecting"))
             elif since_lost is None:
                 since_lost = loop.time()
             elif loop.time() - since_lost > STUCK_RECONNECT_S and self._connected.is_set():
@@ -424,7 +440,19 @@ class Connection:
 
     def _on_watchdog_done(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._die(f"the watchdog failed: {error!r}")
+            self._die(self._unavailable(f"the watchdog failed: {error!r}"))
+
+
+def _survived(callback: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
+    """A callback the client may await: an exception in it would end the client's reading or reconnecting, and say nothing."""
+
+    async def call(*args: Exception) -> None:
+        try:
+            await callback(*args)
+        except Exception as error:  # whatever it is: see above
+            log.error("a broker connection's callback failed", callback=getattr(callback, "__name__", ""), error=repr(error))
+
+    return call
 
 
 def _abort_socket(client: nats.aio.client.Client) -> None:
