@@ -21,7 +21,7 @@ from driftline.messages.errors import BrokerUnavailable, ConfigError, DriftlineE
 from driftline.messages.nats_connection import Connection, ConnectionLost, Inbox, RequestTimeout
 from driftline.messages.subjects import ConsumerSpec
 
-__all__ = ["BATCH_BYTES", "Puller", "consumer_config"]
+__all__ = ["BATCH_BYTES", "Puller", "batch_completed", "consumer_config"]
 
 log = structlog.get_logger(__name__)
 
@@ -48,6 +48,12 @@ def consumer_config(spec: ConsumerSpec) -> dict[str, Any]:
         "filter_subject": spec.subject,
         "replay_policy": "instant",
     }
+
+
+def batch_completed(message: Msg) -> bool:
+    """What a server says after the last message of a request from another account. Whoever has that message has gone on: these
+    words are never about the request that is waited for, and taking them for its end would lose what it still brings."""
+    return (message.headers or {}).get("Description", "").lower() == "batch completed"
 
 
 @dataclass(frozen=True)
@@ -145,7 +151,7 @@ class Puller:
             if status is None:  # only a delivery can be acknowledged
                 into.append(message)
                 got += 1
-            elif status != _HEARTBEAT:
+            elif status != _HEARTBEAT and not batch_completed(message):
                 return _End(status, (message.headers or {}).get("Description", ""))
         return _End("200")
 
@@ -166,7 +172,7 @@ class Puller:
             while (message := await inbox.get(deadline - loop.time())) is not None:
                 if message.reply:
                     await self._give_back([message])
-                elif (message.headers or {}).get("Status") != _HEARTBEAT:
+                elif (message.headers or {}).get("Status") != _HEARTBEAT and not batch_completed(message):
                     break
         except DriftlineError as error:
             log.debug("pull given up", error=str(error))
