@@ -72,6 +72,10 @@ class Bus(Archive, Protocol):
     async def declare(self, topology: Topology) -> None:
         """Create or update every stream and durable consumer; idempotent."""
 
+    async def missing(self, topology: Topology) -> tuple[str, ...]:
+        """The streams of `topology` that are not there; for who may use but not create them."""
+        ...
+
     async def publish(self, subject: str, message: Message, *, id: str, expect_last: int | None = None) -> PubAck:
         """Store `message` durably. `id` is its content identity (`Nats-Msg-Id`), so a retry is safe.
 

@@ -108,6 +108,10 @@ class MemoryBus:
         for consumer in topology.consumers:
             self.broker.declare_consumer(consumer)
 
+    async def missing(self, topology: Topology) -> tuple[str, ...]:
+        self.check()
+        return tuple(spec.name for spec in topology.streams if spec.name not in self.broker.streams)
+
     async def publish(self, subject: str, message: Message, *, id: str, expect_last: int | None = None) -> PubAck:
         self.check()
         frame, headers = await frames.prepare(self, message)

@@ -92,6 +92,19 @@ class NatsBus:
         for consumer in topology.consumers:
             await self._declare_consumer(consumer, ADMIN_S)
 
+    async def missing(self, topology: Topology) -> tuple[str, ...]:
+        found: set[str] = set()
+        total = 1
+        while len(found) < total:
+            answer = await self._admin("STREAM.NAMES", {"offset": len(found)})
+            if "error" in answer:
+                raise _refusal(answer["error"], topology.run)
+            page = answer.get("streams") or ()
+            found.update(page)
+            total = int(answer.get("total", 0)) if page else 0
+        self._work_queues |= {spec.name: spec.retention is Retention.WORK_QUEUE for spec in topology.streams if spec.name in found}
+        return tuple(spec.name for spec in topology.streams if spec.name not in found)
+
     async def publish(self, subject: str, message: Message, *, id: str, expect_last: int | None = None) -> PubAck:
         frame, headers = await frames.prepare(self, message)
         if expect_last is not None:
