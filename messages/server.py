@@ -42,8 +42,11 @@ def server_binary() -> str:
     return found
 
 
-def server_config(*, port: int, store_dir: Path, log: Path, host: str = "127.0.0.1", store_bytes: int = 1 << 40) -> str:
-    """The configuration file. `store_bytes` only bounds what streams may reserve; each stream has its own limit."""
+def server_config(
+    *, port: int, store_dir: Path, log: Path, host: str = "127.0.0.1", store_bytes: int = 1 << 40, include: str = ""
+) -> str:
+    """The configuration file. `store_bytes` only bounds what streams may reserve; each stream has its own limit. `include`: a
+    file with accounts and TLS, relative to this one; without it the broker is open."""
     return "\n".join(
         [
             f"host: {json.dumps(host)}",
@@ -60,6 +63,7 @@ def server_config(*, port: int, store_dir: Path, log: Path, host: str = "127.0.0
             # An acknowledged message is in the page cache; a power cut may lose at most this much.
             '  sync_interval: "1s"',
             "}",
+            *([f"include {json.dumps(include)}"] if include else []),
             "",
         ]
     )
@@ -71,8 +75,12 @@ class NatsServer:
     `port=0` picks a free port and keeps it over restarts. The store survives `stop`; `start` finds it again.
     """
 
-    def __init__(self, store_dir: str | os.PathLike[str], port: int = 0, *, host: str = "127.0.0.1") -> None:
+    def __init__(
+        self, store_dir: str | os.PathLike[str], port: int = 0, *, host: str = "127.0.0.1", auth: Path | None = None
+    ) -> None:
+        """`auth`: the auth.conf that `driftline keys make` wrote, with users, permissions and TLS."""
         self.store_dir = Path(store_dir)
+        self.auth = auth
         self.host = host
         self.port = port
         self._pick_port = port == 0
@@ -139,6 +147,10 @@ class NatsServer:
         self._signal(signal.SIGKILL)
         await self._gone(10.0)
 
+    def reload(self) -> None:
+        """Read users and certificates again; who has another password now is disconnected, nobody else."""
+        self._signal(signal.SIGHUP)
+
     async def wait(self) -> int:
         """Return its exit code when it ends, by itself or stopped; for a supervisor."""
         process = self._process
@@ -196,7 +208,11 @@ class NatsServer:
         self._pid_file.write_text(str(self._process.pid))
 
     def _config(self) -> str:
-        return server_config(port=self.port, store_dir=self.store_dir / "jetstream", log=self.log, host=self.host)
+        # The server takes an included file to be relative to the including one, also where it begins with a slash.
+        include = os.path.relpath(self.auth.resolve(), self.store_dir.resolve()) if self.auth is not None else ""
+        return server_config(
+            port=self.port, store_dir=self.store_dir / "jetstream", log=self.log, host=self.host, include=include
+        )
 
     def _signal(self, number: signal.Signals) -> None:
         if self._process is not None and self._process.poll() is None:
