@@ -18,6 +18,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from driftline.messages.credentials import redacted
 from driftline.messages.errors import ConfigError
 from driftline.messages.subjects import MIB, topology
 from driftline.messages.types import Sampling
@@ -131,8 +132,9 @@ class RunConfig(_Section):
 
 
 class BrokerConfig(_Section):
-    """Where NATS is. An empty `url` means: start a server inside this run. `credentials` is a file that `driftline keys` made;
-    with one that may not administer the broker, `provision` must be false: streams are then only checked, never declared."""
+    """Where NATS is. An empty `url` means: start a server inside this run. `credentials` is a file that `driftline keys` made, or
+    its folder, in which each service finds its role's. Who may not administer the broker needs `provision` = false: streams are
+    then only checked, never declared."""
 
     url: str = ""
     store_dir: str = ""
@@ -143,6 +145,20 @@ class BrokerConfig(_Section):
     provision: bool = True
     connect_timeout_s: float = Field(default=10.0, gt=0)
     lost_after_s: float = Field(default=60.0, gt=0)
+
+    @model_validator(mode="after")
+    def _secrets_stay_out(self) -> Self:
+        if (shown := redacted(self.url)) != self.url:
+            raise _clash(
+                "broker.url", shown, "a run file is copied, printed and logged: it may not hold a password",
+                "remove it, and name a file of `driftline keys make` in broker.credentials",
+            )
+        if self.credentials and not self.url:
+            raise _clash(
+                "broker.credentials", self.credentials, "the server inside a run has no users: it listens on this machine alone",
+                "name the broker they are for in broker.url, or remove them",
+            )
+        return self
 
 
 class PolicyConfig(_Section):
@@ -463,7 +479,9 @@ def _parse(text: str) -> Any:
 
 def _anchor(document: dict[str, Any], base: Path) -> None:
     """Make the file's relative paths absolute, so that a resolved copy means the same from anywhere."""
-    policy, tasks = document.get("policy"), document.get("tasks")
+    policy, tasks, broker = document.get("policy"), document.get("tasks"), document.get("broker")
+    if isinstance(broker, dict) and isinstance(broker.get("credentials"), str) and broker["credentials"]:
+        broker["credentials"] = str(base / broker["credentials"])
     if isinstance(policy, dict):
         for key in ("init", "directory"):
             value = policy.get(key)

@@ -4,7 +4,7 @@ Guarantees: a failed task ends the process with its cause in the log and the exi
 second signal leaves at once; the event loop's lag and the broker's round trip are measured all the time; a broker that
 stays away ends the service, so that nothing waits for ever on a connection that will not come back.
 
-Exit codes: 0 the run is finished or the service was drained, 1 a task failed, 2 the configuration is wrong, 3 the broker
+Exit codes: 0 the run is finished or the service was drained, 1 a task failed, 2 the configuration is wrong or the broker refuses the credentials, 3 the broker
 is unreachable, 4 stored bytes are damaged, 5 another process owns what this one tried to advance, 6 draining took too
 long, 128 + n stopped by a second signal n.
 """
@@ -27,7 +27,9 @@ from typing import Protocol, TextIO, cast, runtime_checkable
 import structlog
 
 from driftline.messages.bus import Bus
+from driftline.messages.credentials import Credentials, credentials_file, load_credentials
 from driftline.messages.errors import (
+    BrokerDenied,
     BrokerUnavailable,
     ConfigError,
     DriftlineError,
@@ -37,9 +39,10 @@ from driftline.messages.errors import (
 from driftline.messages.subjects import Subjects, Topology, topology
 from driftline.messages.types import RunFinished
 from driftline.services.config import Config
+from driftline.services.security.permissions import Role, role_of
 from driftline.services.telemetry import Health, Pages, Reporter, gauge, http_port
 
-__all__ = ["Build", "Connect", "Context", "Drainable", "Exit", "Service", "configure_logging", "connect", "finished", "run_topology", "serve"]
+__all__ = ["Build", "Connect", "Context", "Drainable", "Exit", "Service", "configure_logging", "connect", "finished", "prepare", "run_topology", "serve"]
 
 log = structlog.get_logger("runtime")
 
@@ -58,7 +61,7 @@ class Exit(IntEnum):
 
 
 _CODES: tuple[tuple[type[DriftlineError], Exit], ...] = (
-    (ConfigError, Exit.CONFIG), (BrokerUnavailable, Exit.BROKER), (IntegrityError, Exit.INTEGRITY),
+    (ConfigError, Exit.CONFIG), (BrokerDenied, Exit.CONFIG), (BrokerUnavailable, Exit.BROKER), (IntegrityError, Exit.INTEGRITY),
     (HeadConflict, Exit.CONFLICT),
 )
 
@@ -95,7 +98,8 @@ def run_topology(config: Config) -> Topology:
 
 
 async def connect(config: Config, name: str) -> Bus:
-    """The run's broker. Raises BrokerUnavailable, with the address and the remedy, when there is none in time."""
+    """The run's broker, as the role that `name` belongs to. Raises BrokerUnavailable, with the address and the remedy, when there
+    is none in time, and BrokerDenied at once when it refuses the credentials."""
     from driftline.messages.nats_bus import NatsBus  # here, so that config and --help start without a client
 
     url, wait = config.broker.url, config.broker.connect_timeout_s
@@ -104,10 +108,35 @@ async def connect(config: Config, name: str) -> Bus:
         raise ConfigError("a service on its own needs a broker's address", field="broker.url", value=url, remedy=remedy)
     try:
         async with asyncio.timeout(wait):
-            return cast(Bus, await NatsBus.connect(url, name=name))
+            return cast(Bus, await NatsBus.connect(url, name=name, credentials=_credentials(config, name)))
     except (TimeoutError, BrokerUnavailable) as error:
         cause = getattr(error, "problem", "") or f"no answer within {wait:g} s"
         raise BrokerUnavailable(cause, field="broker.url", value=url, remedy=remedy) from error
+
+
+def _credentials(config: Config, name: str) -> Credentials | None:
+    named = config.broker.credentials
+    return load_credentials(credentials_file(named, role_of(name))) if named else None
+
+
+async def prepare(bus: Bus, config: Config, name: str) -> None:
+    """The run's streams: declared by who may, only looked for by others (a service that takes its role's file from a folder of
+    credentials is such an other). Raises BrokerDenied or ConfigError, with what to do about it."""
+    wanted = run_topology(config)
+    remedy = "declare them once with `driftline provision --config FILE --credentials ADMIN`, and set broker.provision = false"
+    if _may_declare(config, name):
+        try:
+            await bus.declare(wanted)
+        except BrokerDenied as error:
+            raise BrokerDenied("these credentials may not declare streams", field="broker.provision", value=True, remedy=remedy) from error
+    elif missing := await bus.missing(wanted):
+        raise ConfigError("the broker does not have these streams", field="run.name", value=", ".join(missing), remedy=remedy)
+
+
+def _may_declare(config: Config, name: str) -> bool:
+    broker = config.broker
+    one_per_role = bool(broker.credentials) and Path(broker.credentials).is_dir()
+    return broker.provision and (not one_per_role or role_of(name) is Role.ADMIN)
 
 
 async def finished(bus: Bus, run: str) -> RunFinished:
@@ -161,7 +190,7 @@ async def _connected(name: str, build: Build, config: Config, instance: str, run
     bus = await connect(config, f"{name}-{instance}" if instance else name)
     pages = Pages(health, config.telemetry.http_host, http_port(config.telemetry.http_port, name, instance))
     try:
-        await bus.declare(run_topology(config))
+        await prepare(bus, config, name)
         reporter = Reporter(bus, config.run.name, name, instance, health)
         built = build(Context(bus, config, instance, run_dir, reporter))
         service = await built if isinstance(built, Awaitable) else built

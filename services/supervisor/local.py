@@ -23,7 +23,7 @@ from driftline.messages.errors import BrokerUnavailable, DriftlineError
 from driftline.messages.subjects import Subjects
 from driftline.policy_store.manifest import PolicyHead
 from driftline.services.config import Config
-from driftline.services.runtime import connect, finished, run_topology
+from driftline.services.runtime import connect, finished, prepare, run_topology
 from driftline.services.supervisor.broker import EmbeddedBroker
 from driftline.services.supervisor.children import ServiceSpec
 from driftline.services.supervisor.folder import RunFolder
@@ -119,7 +119,7 @@ class LocalRun:
     async def _with_bus(self, config: Config, broker: EmbeddedBroker | None) -> Ending:
         bus = await connect(config, "driftline-run")
         try:
-            await bus.declare(run_topology(config))
+            await prepare(bus, config, "driftline-run")
             await _reopen(bus, config)
             return await self._with_services(bus, config, broker)
         finally:
