@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from driftline.commands import audit, dead_letters, keys, replay
-from driftline.commands.common import BROKER, RunName, Url, with_bus
-from driftline.messages.errors import BrokerUnavailable, ConfigError, DriftlineError
+from driftline.commands.common import BROKER, CredentialsFile, RunName, Url, remember_credentials, with_bus
+from driftline.messages.errors import BrokerDenied, BrokerUnavailable, ConfigError, DriftlineError
 
 if TYPE_CHECKING:
     from driftline.messages.nats_bus import NatsBus
@@ -50,7 +50,13 @@ def main() -> None:
         app()
     except DriftlineError as error:
         typer.echo(f"error: {error}", err=True)
-        sys.exit(2 if isinstance(error, ConfigError) else 3 if isinstance(error, BrokerUnavailable) else 1)
+        sys.exit(2 if isinstance(error, ConfigError | BrokerDenied) else 3 if isinstance(error, BrokerUnavailable) else 1)
+
+
+@app.callback()
+def options(credentials: CredentialsFile = None) -> None:
+    """Asynchronous RL of hybrid mixture-of-experts language models over NATS JetStream."""
+    remember_credentials(credentials)
 
 
 @app.command()
@@ -89,21 +95,24 @@ def nats(
     store_dir: Annotated[Path, typer.Option("--store-dir", help="Where streams are kept.")] = Path("nats-store"),
     port: Annotated[int, typer.Option("--port", help="0 picks a free one.")] = 4222,
     host: Annotated[str, typer.Option("--host")] = "127.0.0.1",
+    auth: Annotated[Path | None, typer.Option("--auth", metavar="DIR", help="What `driftline keys make` wrote: TLS, users and permissions.")] = None,
 ) -> None:
-    """Run a broker for services started one by one."""
-    asyncio.run(_nats(store_dir, port, host))
+    """Run a broker for services started one by one. SIGHUP makes it read users and certificates again."""
+    asyncio.run(_nats(store_dir, port, host, auth))
 
 
-async def _nats(store_dir: Path, port: int, host: str) -> None:
+async def _nats(store_dir: Path, port: int, host: str, auth: Path | None) -> None:
     import signal
 
     from driftline.messages.server import NatsServer
+    from driftline.services.security.keys import auth_file
 
     asked = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, asked.set)
-    async with NatsServer(store_dir, port, host=host) as server:
+    async with NatsServer(store_dir, port, host=host, auth=auth_file(auth) if auth else None) as server:
+        loop.add_signal_handler(signal.SIGHUP, server.reload)
         typer.echo(server.url)
         died, stopped = asyncio.create_task(server.wait()), asyncio.create_task(asked.wait())
         await asyncio.wait({died, stopped}, return_when=asyncio.FIRST_COMPLETED)
