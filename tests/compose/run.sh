@@ -34,7 +34,7 @@ await_log() { # seconds container pattern since
   timeout "$1" bash -c '"$0" logs -f --since "$3" "$1" 2>&1 | grep -q -m1 "$2"' "$docker" "$2" "$3" "$4"
 }
 inspect() { "$docker" inspect --format "$2" "$1"; }
-cli() { compose exec -T nats driftline "$@" --url nats://127.0.0.1:4222; }
+cli() { compose run --rm --no-deps -T observer "$@"; }
 
 "$docker" info >/dev/null 2>&1 || fail "no Docker engine answers (start one: dockerd &)"
 if "$docker" compose version >/dev/null 2>&1; then compose_command=("$docker" compose)

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import typer.main
@@ -22,8 +23,11 @@ import yaml
 from packaging.requirements import Requirement
 
 from driftline.cli import app
+from driftline.messages.credentials import CREDENTIALS_FILE
 from driftline.messages.server import MAX_PAYLOAD, MAX_PENDING, server_binary, server_config
 from driftline.services.config import Config, load
+from driftline.services.security.keys import make_keys
+from driftline.services.security.permissions import Role
 from driftline.services.telemetry import http_port
 from driftline.services.wiring import SERVICES
 
@@ -32,6 +36,10 @@ COMPOSE = ROOT / "compose"
 STACK: dict[str, Any] = yaml.safe_load((COMPOSE / "compose.yaml").read_text())
 ALL: dict[str, Any] = STACK["services"]
 OURS = sorted(SERVICES)
+ONCE = ["keys", "provision", "observer"]
+LASTING = sorted(set(ALL) - set(ONCE))
+KEYS = "/var/lib/driftline/keys"
+CREDENTIALS = "/var/lib/driftline/credentials"
 DEFAULT = re.compile(r"\$\{(\w+):?-([^}]*)\}")
 
 
@@ -56,6 +64,14 @@ def parsed(service: str) -> dict[str, Any]:
     return parameters
 
 
+def parsed_keys() -> dict[str, Any]:
+    """The options of the service that makes the keys, as the command line reads them."""
+    group, name, *options = arguments("keys")
+    commands: dict[str, Any] = vars(vars(typer.main.get_command(app))["commands"][group])["commands"]
+    parameters: dict[str, Any] = commands[name].make_context(name, options).params
+    return parameters
+
+
 def configured() -> Config:
     return load(ROOT / "examples" / "compose.toml", ALL["learner"]["environment"]["DRIFTLINE_SET"].split())
 
@@ -74,10 +90,10 @@ def env_file() -> dict[str, str]:
 
 
 def test_every_service_of_driftline_is_in_the_stack() -> None:
-    assert set(ALL) == {*OURS, "nats", "prometheus", "grafana"}
+    assert set(ALL) == {*OURS, *ONCE, "nats", "prometheus", "grafana"}
 
 
-@pytest.mark.parametrize("service", sorted(ALL))
+@pytest.mark.parametrize("service", LASTING)
 def test_every_service_has_a_health_check_a_restart_policy_and_time_to_stop(service: str) -> None:
     body = ALL[service]
     assert body["healthcheck"]["test"][0] == "CMD"
@@ -118,7 +134,13 @@ def test_a_service_may_drain_before_it_is_killed(service: str) -> None:
 
 @pytest.mark.parametrize("service", OURS)
 def test_nothing_starts_before_the_broker_answers(service: str) -> None:
-    assert ALL[service]["depends_on"] == {"nats": {"condition": "service_healthy"}}
+    """Nor before its streams are there, the broker not before its users are, and the build is the first of all's."""
+    assert ALL[service]["depends_on"] == {
+        "nats": {"condition": "service_healthy"}, "provision": {"condition": "service_completed_successfully"},
+    }
+    assert ALL["nats"]["depends_on"] == {"keys": {"condition": "service_completed_successfully"}}
+    assert ALL["provision"]["depends_on"] == {"nats": {"condition": "service_healthy"}}
+    assert [name for name, body in ALL.items() if "build" in body] == ["keys"]
 
 
 def test_rollout_can_be_scaled() -> None:
@@ -139,7 +161,7 @@ def test_images_are_pinned_and_the_defaults_agree() -> None:
     assert {expanded(ALL[service]["image"]) for service in (*OURS, "nats")} == {env_file()["DRIFTLINE_IMAGE"]}
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert env_file()["DRIFTLINE_IMAGE"] == f"driftline:{version}"
-    for name, value in ALL["nats"]["build"]["args"].items():
+    for name, value in ALL["keys"]["build"]["args"].items():
         assert expanded(value) == dockerfile_defaults()[name] == env_file()[name]
 
 
@@ -157,14 +179,14 @@ def test_the_image_starts_from_the_base_it_is_given() -> None:
 
 
 def test_volumes_exist_and_hold_the_state() -> None:
-    mounts = {service: [expanded(mount).split(":") for mount in body.get("volumes", ())] for service, body in ALL.items()}
-    named = {source for of_service in mounts.values() for source, *_ in of_service if not source.startswith(".")}
+    mounted = {service: [expanded(mount).split(":") for mount in body.get("volumes", ())] for service, body in ALL.items()}
+    named = {source for of_service in mounted.values() for source, *_ in of_service if not source.startswith(".")}
     assert named == set(STACK["volumes"])
-    for source in {source for of_service in mounts.values() for source, *_ in of_service if source.startswith(".")}:
+    for source in {source for of_service in mounted.values() for source, *_ in of_service if source.startswith(".")}:
         assert (COMPOSE / source).exists(), source
-    assert ["nats", "/var/lib/driftline/nats"] in mounts["nats"]
-    assert ["runs", configured().run.dir] in mounts["learner"]
-    assert ["runs", configured().run.dir] in mounts["policy-store"]
+    assert ["nats", "/var/lib/driftline/nats"] in mounted["nats"]
+    assert ["runs", configured().run.dir] in mounted["learner"]
+    assert ["runs", configured().run.dir] in mounted["policy-store"]
 
 
 def test_the_broker_has_the_limits_of_the_embedded_one() -> None:
@@ -173,14 +195,59 @@ def test_the_broker_has_the_limits_of_the_embedded_one() -> None:
 
     ours = settings((COMPOSE / "nats.conf").read_text())
     embedded = settings(server_config(port=4222, store_dir=Path("/var/lib/driftline/nats/jetstream"), log=Path("x")))
+    assert ours["http"].startswith("127.0.0.1:")
     for key in ("port", "max_payload", "max_pending", "ping_interval", "store_dir", "max_file_store", "sync_interval"):
         assert ours[key] == embedded[key], key
     assert (int(ours["max_payload"]), int(ours["max_pending"])) == (MAX_PAYLOAD, MAX_PENDING)
 
 
-def test_the_server_accepts_its_configuration() -> None:
-    checked = subprocess.run([server_binary(), "-t", "-c", str(COMPOSE / "nats.conf")], capture_output=True, text=True, timeout=30)
+def test_the_server_accepts_its_configuration_with_the_keys_of_the_stack(tmp_path: Path) -> None:
+    make_keys(tmp_path / KEYS.removeprefix("/"), "compose", account="stack", hosts=["nats"])
+    config = tmp_path / "etc" / "nats.conf"
+    config.parent.mkdir()
+    shutil.copy(COMPOSE / "nats.conf", config)
+    checked = subprocess.run([server_binary(), "-t", "-c", str(config)], capture_output=True, text=True, timeout=30)
     assert checked.returncode == 0, checked.stderr
+
+
+def mounts(service: str) -> dict[str, list[str]]:
+    """Target -> source and options, of a service's volumes."""
+    parts = [expanded(mount).split(":") for mount in ALL[service].get("volumes", ())]
+    return {target: [source, *options] for source, target, *options in parts}
+
+
+def test_keys_are_made_for_the_name_the_services_use_and_only_once() -> None:
+    made = parsed_keys()
+    assert made["out"] == Path(KEYS)
+    assert made["config"] == Path("/etc/driftline/compose.toml")
+    assert made["host"] == [urlsplit(ALL["learner"]["environment"]["DRIFTLINE_BROKER_URL"]).hostname]
+    assert made["if_absent"]
+    assert ALL["keys"]["restart"] == "no"
+
+
+def test_no_container_sees_credentials_that_are_not_its_own() -> None:
+    own = {service: {source for source, *_ in mounts(service).values() if source.startswith("keys-")} for service in ALL}
+    assert own.pop("keys") == {f"keys-{part}" for part in ("authority", "server", *Role)}
+    assert own.pop("nats") == {"keys-server"}
+    assert own.pop("provision") == {"keys-admin"}
+    assert own.pop("observer") == {"keys-observer"}
+    assert own == {service: {f"keys-{service}"} if service in OURS else set() for service in own}
+    readers = [service for service in ALL if service != "keys"]
+    assert all(options == ["ro"] for service in readers for source, *options in mounts(service).values() if source.startswith("keys-"))
+
+
+def test_each_role_s_volume_is_where_keys_writes_it_and_where_its_service_reads_it() -> None:
+    written = mounts("keys")
+    for role in Role:
+        assert written[f"{KEYS}/{parsed_keys()['account']}/{role}"] == [f"keys-{role}"]
+    assert written[f"{KEYS}/server"] == [mounts("nats")[f"{KEYS}/server"][0]]
+    for service in (*OURS, "provision", "observer"):
+        assert CREDENTIALS in mounts(service)
+        assert ALL[service]["environment"]["DRIFTLINE_CREDENTIALS"] == f"{CREDENTIALS}/{CREDENTIALS_FILE}"
+    assert configured().broker.credentials == f"{CREDENTIALS}/{CREDENTIALS_FILE}"
+    assert not configured().broker.provision
+    prepared = (COMPOSE / "Dockerfile").read_text()
+    assert all(f"stack/{role}" in prepared for role in Role)  # a new volume takes its owner from the image
 
 
 def test_pinned_versions_are_within_the_ranges_of_the_package() -> None:
