@@ -19,6 +19,7 @@ from nats.aio.msg import Msg
 from driftline.messages.dead_letters import Raw
 from driftline.messages.errors import BrokerUnavailable, ConfigError
 from driftline.messages.nats_connection import Connection, ConnectionLost, Inbox, RequestTimeout
+from driftline.messages.nats_pull import batch_completed
 
 __all__ = ["follow_raw"]
 
@@ -141,6 +142,8 @@ class _Reader:
             # Sent behind everything delivered so far: what it counts and we did not see was dropped on the way.
             if int(headers.get("Nats-Last-Consumer", 0)) > self._delivered:
                 raise _Restart(f"{self._delivered} of {headers['Nats-Last-Consumer']} deliveries arrived")
+            return
+        if batch_completed(message):
             return
         description = headers.get("Description", "")
         # 408: the request expired; 409 with these words: its bytes are used up. Anything else is about the consumer.
