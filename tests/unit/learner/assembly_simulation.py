@@ -99,7 +99,7 @@ class Simulation:
         self._seen = 0
         self._fold()
         for graded in held:
-            self.assembler.arrive(graded)
+            self._later(self.random.random() * 0.3, lambda graded=graded: self.assembler.arrive(graded))  # type: ignore[misc]
 
     def _fresh(self) -> Assembler:
         world = self.world

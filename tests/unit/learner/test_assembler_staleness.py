@@ -32,7 +32,7 @@ SEEDS = st.integers(0, 2**32)
 
 
 @given(worlds(), SEEDS)
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_who_waits_never_drops_a_group_and_never_stops(world: World, seed: int) -> None:
     simulation = Simulation(world, Random(seed))
     simulation.run(STEPS)
@@ -49,13 +49,13 @@ def test_who_drops_never_exceeds_the_bound_and_never_waits_for_it(world: World, 
     assert all(batch.lag <= world.max_lag for batch in simulation.batches)
 
 
-@given(worlds(), SEEDS, st.sampled_from(list(DeadlinePolicy)), st.sampled_from([0.0, 0.2]), st.sampled_from([0.5, 3.0]))
-@settings(max_examples=120, deadline=None)
+@given(worlds(), SEEDS, st.sampled_from(list(DeadlinePolicy)), st.sampled_from([0.0, 0.2]), st.sampled_from([0.8, 3.0]))
+@settings(max_examples=50, deadline=None)
 def test_waiting_ends_at_the_deadline_of_members_that_never_come(
     world: World, seed: int, policy: DeadlinePolicy, lost: float, deadline_s: float
 ) -> None:
     """Here a retried group may have an older sample still on its way, and no engine is told when a group has ended."""
-    world = replace(world, lost=lost, deadline_s=deadline_s, deadline_policy=policy, engines=0, members=3)
+    world = replace(world, lost=lost, deadline_s=deadline_s, deadline_policy=policy, engines=0, members=3, tail=1.5, failing=0.1, equal=0.1)
     simulation = Simulation(world, Random(seed))
     simulation.run(STEPS)
     assert simulation.count(Outcome.STALE) == 0
@@ -114,10 +114,9 @@ def arrive(made: Assembler, index: int, versions: list[int], members: int = 2, *
 
 def test_a_step_waits_for_the_group_it_would_make_stale_and_takes_it_first() -> None:
     made = assembler(max_lag=1)
-    for index in range(3):
+    for index in range(2):
         made.admit(group(index), at=0.0)
     arrive(made, 1, [1])
-    arrive(made, 2, [1])
     assert made.next_batch(1) is None  # group 0 may be of version 0 and must be trained from head 1
     assert made.waiting_for(1) == ("g00000000",)
     arrive(made, 0, [0])
@@ -137,15 +136,18 @@ def test_a_member_that_came_says_when_its_group_was_begun() -> None:
     assert made.next_batch(1) is not None
 
 
-def test_of_a_retried_group_an_older_sample_may_be_on_its_way() -> None:
-    made = assembler(max_lag=1, deadline_policy=DeadlinePolicy.RETRY)
-    for index in range(2):
-        made.admit(group(index, deadline_s=10.0), at=0.0)
-    arrive(made, 1, [1])
-    for event in made.retries(10.0):
-        made.retried(event)
-    made.arrive(graded(0, 0, 1.0, [1]))
-    assert made.waiting_for(1) == ("g00000000",)
+def test_of_a_retried_group_an_older_sample_may_be_on_its_way_unless_a_member_came_before() -> None:
+    for came_before in (True, False):
+        made = assembler(max_lag=1, deadline_policy=DeadlinePolicy.RETRY)
+        for index in range(2):
+            made.admit(group(index, members=3, deadline_s=10.0), at=0.0)
+        arrive(made, 1, [1], members=3)
+        if came_before:
+            made.arrive(graded(0, 0, 1.0, [1], members=3))
+        for event in made.retries(10.0):
+            made.retried(event)
+        made.arrive(graded(0, 1, 1.0, [1], members=3))
+        assert made.waiting_for(1) == (() if came_before else ("g00000000",))
 
 
 def test_the_floor_is_what_the_ledger_has_trained_before_the_admission_also_by_groups_that_ended_here() -> None:
@@ -181,34 +183,34 @@ def test_a_restart_folds_the_same_floors() -> None:
 
 
 def test_who_drops_takes_what_is_complete() -> None:
-    made = assembler(max_lag=0, stale_policy=StalePolicy.DROP)
+    made = assembler(max_lag=1, stale_policy=StalePolicy.DROP)
     for index in range(2):
         made.admit(group(index), at=0.0)
-    arrive(made, 1, [0])
-    assert made.waiting_for(0) == ()
-    assert made.next_batch(0) is not None
+    arrive(made, 1, [1])
+    assert made.waiting_for(1) == ()
+    assert made.next_batch(1) is not None
 
 
 def test_a_straggler_is_waited_for_until_its_deadline() -> None:
-    made = assembler(max_lag=0)
+    made = assembler(max_lag=1)
     for index in range(2):
         made.admit(group(index, deadline_s=10.0), at=0.0)
-    arrive(made, 1, [0])
-    assert made.next_batch(0) is None
+    arrive(made, 1, [1])
+    assert made.next_batch(1) is None
     assert made.next_deadline() == 10.0
-    assert outcomes(made.expire(10.0, head=0)) == {"g00000000": Outcome.EXPIRED}
-    assert made.next_batch(0) is not None
+    assert outcomes(made.expire(10.0, head=1)) == {"g00000000": Outcome.EXPIRED}
+    assert made.next_batch(1) is not None
 
 
 @pytest.mark.parametrize("doomed", [(0.5, 0.5), (None, 1.0)])
 def test_a_complete_group_that_will_not_be_trained_is_not_waited_for(doomed: tuple[float | None, float]) -> None:
-    made = assembler(max_lag=0)
+    made = assembler(max_lag=1)
     for index in range(2):
         made.admit(group(index), at=0.0)
-    arrive(made, 1, [0])
+    arrive(made, 1, [1])
     for member, reward in enumerate(doomed):
         made.arrive(graded(0, member, reward))
-    assert made.next_batch(0) is not None
+    assert made.next_batch(1) is not None
 
 
 def test_more_groups_due_than_a_step_holds_train_the_oldest_and_end_the_rest() -> None:
