@@ -179,7 +179,7 @@ class Assembler:
         entry = self._open.get(group.group, OpenGroup())
         if group.run != self.run or group.group in self._ended or group.attempt <= entry.attempt:
             return False
-        self._open[group.group] = replace(entry, retry=event)
+        self._open[group.group] = replace(entry, retry=event, again=entry.again or frozenset(group.to_sample))
         return True
 
     def arrive(self, graded: Graded) -> Arrival:
@@ -372,14 +372,14 @@ class Assembler:
             entry = self._open[name]
             if self._trainable(entry, head):
                 assert entry.group is not None
-                eligible.append((entry.lower_bound, entry.group.index, name))
+                eligible.append((entry.last_head(head, self.max_lag), entry.group.index, name))
         return [name for _, _, name in sorted(eligible)[: self.groups_per_step]]
 
     def _held_back_by(self, batch: list[str], head: int) -> tuple[str, ...]:
         if self.stale_policy is StalePolicy.DROP:
             return ()
         last_heads = {
-            name: entry.lower_bound + self.max_lag for name in self._idle()
+            name: entry.last_head(head, self.max_lag) for name in self._idle()
             if self._state(entry := self._open[name]) is State.WAITING or self._trainable(entry, head)
         }
         return held_back_by(last_heads, batch, head, self.groups_per_step)

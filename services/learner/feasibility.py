@@ -19,6 +19,9 @@ With `(max_lag + 1) * per_step` groups in the loop the shortfall stays zero. A g
 h + max_lag, and the number of all open groups is no more than what the heads up to there can train; arrivals only move a last head
 up, ends only take groups away, and steps are checked here. So no group of such a run ends stale. Where the bound was lowered between
 two starts there is a shortfall to begin with: it is accepted once, the oldest are trained and nothing waits for what cannot be saved.
+
+What is known of a group that is not complete is in `OpenGroup.last_head`. It is exact about when its members began unless an engine that
+has lost its lease on a group goes on and is overtaken: such a group may end stale, counted, and still nothing beyond the bound is trained on.
 """
 
 from __future__ import annotations

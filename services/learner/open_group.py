@@ -49,14 +49,16 @@ class Member:
 
 @dataclass(frozen=True)
 class OpenGroup:
-    """`group` is None until its Admitted event is seen. `floor` bounds the version of its tokens from below. `cut`: its deadline has
-    passed and it goes on with the members it has. `failure`: why it is to end as failed."""
+    """`group` is None until its Admitted event is seen. `floor` bounds the version of its tokens from below. `retry` is its newest
+    Retried event, `again` the members that were missing at its first. `cut`: its deadline has passed and it goes on with the members
+    it has. `failure`: why it is to end as failed."""
 
     group: Group | None = None
     admitted_at: float = 0.0
     floor: int = 0
     members: Mapping[int, Member] = field(default_factory=dict)
     retry: Retried | None = None
+    again: frozenset[int] = frozenset()
     cut: bool = False
     failure: str = ""
 
@@ -114,17 +116,19 @@ class OpenGroup:
     def newest_version(self) -> int:
         return max(m.newest for m in self.usable)
 
-    @property
-    def lower_bound(self) -> int:
-        """No token the group will be trained on is of an older version.
+    def last_head(self, head: int, max_lag: int) -> int:
+        """The newest head it can be trained from, as far as is known at `head`.
 
-        The members of a group enter an engine together, so those that came say when the others began. Of a group that was queued
-        again an older sample may still be on its way.
+        The members of a group enter an engine together, so the first that come say when the others began. Without them, and while an
+        older sample of a group that was queued again may be on its way, there is only the floor: an estimate from below, on which no
+        group is given up.
         """
         if self.settled and self.oldest_version is not None:
-            return self.oldest_version
-        known = [m.oldest for m in self.members.values()]
-        return min([*known, self.floor]) if self.attempt or not known else min(known)
+            return self.oldest_version + max_lag
+        oldest = min([m.oldest for m in self.members.values()], default=self.floor)
+        if any(k not in self.again for k in self.members):
+            return oldest + max_lag
+        return max(head, min(oldest, self.floor) + max_lag)
 
     def state(self, min_members: int) -> State:
         if self.group is None:

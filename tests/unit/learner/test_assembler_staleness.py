@@ -16,7 +16,7 @@ from driftline.messages.types import Finish, Outcome, OutcomeEvent
 from driftline.services.config import DeadlinePolicy, StalePolicy
 from driftline.services.learner.assembler import Assembler
 
-STEPS = 12
+STEPS = 9
 
 
 @st.composite
@@ -32,7 +32,7 @@ SEEDS = st.integers(0, 2**32)
 
 
 @given(worlds(), SEEDS)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_who_waits_never_drops_a_group_and_never_stops(world: World, seed: int) -> None:
     simulation = Simulation(world, Random(seed))
     simulation.run(STEPS)
@@ -41,7 +41,7 @@ def test_who_waits_never_drops_a_group_and_never_stops(world: World, seed: int) 
 
 
 @given(worlds(), SEEDS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_who_drops_never_exceeds_the_bound_and_never_waits_for_it(world: World, seed: int) -> None:
     simulation = Simulation(replace(world, stale_policy=StalePolicy.DROP), Random(seed))
     simulation.run(STEPS)
@@ -50,7 +50,7 @@ def test_who_drops_never_exceeds_the_bound_and_never_waits_for_it(world: World, 
 
 
 @given(worlds(), SEEDS, st.sampled_from(list(DeadlinePolicy)), st.sampled_from([0.0, 0.2]), st.sampled_from([0.8, 3.0]))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_waiting_ends_at_the_deadline_of_members_that_never_come(
     world: World, seed: int, policy: DeadlinePolicy, lost: float, deadline_s: float
 ) -> None:
@@ -61,8 +61,8 @@ def test_waiting_ends_at_the_deadline_of_members_that_never_come(
     assert simulation.count(Outcome.STALE) == 0
 
 
-@given(worlds(), SEEDS, st.integers(1, 10))
-@settings(max_examples=60, deadline=None)
+@given(worlds(), SEEDS, st.integers(1, 7))
+@settings(max_examples=30, deadline=None)
 def test_a_learner_that_restarts_keeps_every_group_in_time(world: World, seed: int, at: int) -> None:
     simulation = Simulation(world, Random(seed))
     for stop in (at, at + 1):
@@ -90,7 +90,7 @@ def test_a_synchronous_run_trains_whole_windows(policy: StalePolicy) -> None:
 
 
 @given(worlds(), SEEDS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_a_bound_lowered_between_two_starts_costs_groups_but_never_stops_the_run(world: World, seed: int) -> None:
     simulation = Simulation(replace(world, max_lag=3), Random(seed))
     simulation.run(3)
@@ -109,7 +109,7 @@ def trained(index: int, version: int) -> OutcomeEvent:
 
 def arrive(made: Assembler, index: int, versions: list[int], members: int = 2, **more: Any) -> None:
     for member in range(members):
-        made.arrive(graded(index, member, float(member % 2), versions, **more))
+        made.arrive(graded(index, member, float(member % 2), versions, members=members, **more))
 
 
 def test_a_step_waits_for_the_group_it_would_make_stale_and_takes_it_first() -> None:
