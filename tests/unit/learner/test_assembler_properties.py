@@ -7,9 +7,10 @@ from typing import Any
 
 import hypothesis.strategies as st
 from hypothesis import given, settings
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from driftline.messages.types import Finish, Graded, Group, Outcome, OutcomeEvent, Task, Trajectory
+from driftline.messages.types import Finish, Graded, Group, Outcome, OutcomeEvent, Retried, Task, Trajectory
+from driftline.services.config import DeadlinePolicy, StalePolicy
 from driftline.services.learner.assembler import Arrival, Assembler, Batch
 
 RUN, MEMBERS, GROUPS = "r", 3, 8
@@ -20,11 +21,11 @@ def group(index: int) -> Group:
     return Group(run=RUN, group=f"g{index:08d}", index=index, task=task, members=MEMBERS, deadline_s=10.0)
 
 
-def graded(index: int, member: int, reward: float | None, oldest: int, newest: int) -> Graded:
+def graded(index: int, member: int, reward: float | None, oldest: int, newest: int, finish: Finish = Finish.STOP) -> Graded:
     made = Trajectory(
         run=RUN, group=f"g{index:08d}", member=member, members=MEMBERS, index=index, task=group(index).task, prompt_tokens=1,
         tokens=[1, 5, 5], action_mask=[False, True, True], logprobs=[0.0, -1.0, -1.0],  # type: ignore[arg-type]
-        versions=[-1, newest, oldest], finish=Finish.STOP,  # type: ignore[arg-type]
+        versions=[-1, newest, oldest], finish=finish,  # type: ignore[arg-type]
     )
     return Graded(run=RUN, trajectory=made, reward=reward, cause="" if reward is not None else "failed")
 
@@ -35,15 +36,23 @@ class AnySequence(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.head, self.now, self.max_lag = 0, 0.0, 1
+        self.stale_policy, self.deadline_policy = StalePolicy.WAIT, DeadlinePolicy.FAIL_GROUP
         self.made = self.fresh()
         self.batch: Batch | None = None
+        self.retried: list[Retried] = []
         self.ledger: list[OutcomeEvent] = []
         self.manifests: dict[int, list[str]] = {}
         self.admitted: set[int] = set()
         self.stream: dict[tuple[int, int], list[Graded]] = {}
 
     def fresh(self) -> Assembler:
-        return Assembler(run=RUN, groups_per_step=2, max_lag=self.max_lag)
+        return Assembler(run=RUN, groups_per_step=2, max_lag=self.max_lag, stale_policy=self.stale_policy,
+                         deadline_policy=self.deadline_policy, group_retries=2)
+
+    @initialize(stale=st.sampled_from(list(StalePolicy)), deadline=st.sampled_from(list(DeadlinePolicy)))
+    def choose(self, stale: StalePolicy, deadline: DeadlinePolicy) -> None:
+        self.stale_policy, self.deadline_policy = stale, deadline
+        self.made = self.fresh()
 
     @rule(index=st.integers(0, GROUPS - 1))
     def admit(self, index: int) -> None:
@@ -51,10 +60,10 @@ class AnySequence(RuleBasedStateMachine):
         self.admitted.add(index)
 
     @rule(index=st.integers(0, GROUPS - 1), member=st.integers(0, MEMBERS - 1), age=st.integers(0, 3), span=st.integers(0, 2),
-          reward=st.sampled_from([0.0, 0.7, 1.0, None]))
-    def arrive(self, index: int, member: int, age: int, span: int, reward: float | None) -> None:
+          reward=st.sampled_from([0.0, 0.7, 1.0, None]), finish=st.sampled_from([Finish.STOP, Finish.LENGTH, Finish.ABORT]))
+    def arrive(self, index: int, member: int, age: int, span: int, reward: float | None, finish: Finish) -> None:
         newest = max(0, self.head - age)
-        one = graded(index, member, reward, max(0, newest - span), newest)
+        one = graded(index, member, reward, max(0, newest - span), newest, finish)
         self.stream.setdefault((index, member), []).append(one)
         before = self.made.held_bytes
         arrival = self.made.arrive(one)
@@ -78,18 +87,41 @@ class AnySequence(RuleBasedStateMachine):
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
         self.ledger += self.made.expire(self.now, head=self.head)
+        for event in self.made.retries(self.now):
+            assert event.group.wanted
+            assert event.group.attempt <= 2
+            assert self.made.retried(event)
+            self.retried.append(event)
+        due = self.made.next_deadline()
+        assert due is None or due > self.now  # otherwise the learner would turn without rest
+
+    @precondition(lambda self: self.ledger)
+    @rule(data=st.data())
+    def read_back(self, data: Any) -> None:
+        event = data.draw(st.sampled_from(self.ledger))
+        before = (self.made.open_groups, self.made.held_bytes)
+        self.made.ended(event)
+        assert (self.made.open_groups, self.made.held_bytes) == before
+
+    @rule(index=st.integers(0, GROUPS - 1))
+    def fail(self, index: int) -> None:
+        event = self.made.fail(group(index).group, "poison", head=self.head, now=self.now)
+        self.ledger += [] if event is None else [event]
 
     @precondition(lambda self: self.batch is None)
     @rule()
     def form(self) -> None:
+        held_back = self.made.waiting_for(self.head)
+        assert set(held_back) <= set(self.made.open_groups)
         self.batch = self.made.next_batch(self.head)
         if self.batch is None:
             return
+        assert held_back == ()
         ids = [(t.group, t.member) for t in self.batch.trajectories]
         assert ids == sorted(ids)
         assert len(self.batch.groups) == 2
         for entry in self.batch.groups:
-            assert len(entry.members) + len(entry.excluded) == MEMBERS
+            assert sorted([m.trajectory.member for m in entry.members] + list(entry.excluded)) == list(range(MEMBERS))
             assert max(entry.rewards) > min(entry.rewards)
         for trajectory in self.batch.trajectories:
             assert self.head - int(trajectory.versions[1:].min()) <= self.max_lag
@@ -126,12 +158,21 @@ class AnySequence(RuleBasedStateMachine):
         for copies in self.stream.values():
             for one in copies:
                 self.made.arrive(one)
+        for event in self.retried:
+            self.made.retried(event)
         for index in self.admitted:
             self.made.admit(group(index), at=self.now)
 
     @invariant()
     def every_group_ends_at_most_once(self) -> None:
         assert max(Counter(e.group for e in self.ledger).values(), default=0) <= 1
+
+    @invariant()
+    def trained_members_are_those_of_the_manifests(self) -> None:
+        said = {f"{RUN}/{e.group}/{m}" for e in self.ledger for m in e.trained}
+        consumed = {name for names in self.manifests.values() for name in names}
+        assert said <= consumed
+        assert all(set(e.trained) <= set(e.arrived) and bool(e.trained) == (e.outcome is Outcome.TRAINED) for e in self.ledger)
 
     @invariant()
     def nothing_is_trained_on_twice(self) -> None:
@@ -144,6 +185,7 @@ class AnySequence(RuleBasedStateMachine):
         assert ended == {group(i).group for i in self.admitted}
         trained = {e.group for e in self.ledger if e.outcome is Outcome.TRAINED}
         assert trained == {name.split("/")[1] for names in self.manifests.values() for name in names}
+        assert sum(len(e.trained) for e in self.ledger) == sum(map(len, self.manifests.values()))
         self.every_group_ends_at_most_once()
         held = [k for k in self.stream if group(k[0]).group not in ended]
         assert self.made.held_members == len(held)
