@@ -18,7 +18,7 @@ def table() -> list[str]:
     return [line for line in text.splitlines() if line.startswith("| ") and not line.startswith("| trap")]
 
 
-def tests_in(name: str) -> set[str]:
+def named_in(name: str) -> set[str]:
     tree = ast.parse((ROOT / "tests" / "unit" / "messages" / name).read_text())
     return {node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name.startswith("test_")}
 
@@ -27,7 +27,7 @@ def tests_in(name: str) -> set[str]:
 def test_the_table_of_traps_names_tests_that_exist(letter: str) -> None:
     named = {test for line in table() for file, test in NAMED.findall(line) if file == letter}
     assert named
-    assert named <= tests_in(FILES[letter])
+    assert named <= named_in(FILES[letter])
 
 
 def test_every_trap_has_a_test_or_is_not_used() -> None:
@@ -38,4 +38,4 @@ def test_every_trap_has_a_test_or_is_not_used() -> None:
 
 def test_every_test_of_a_trap_is_in_the_table() -> None:
     named = {test for line in table() for _, test in NAMED.findall(line)}
-    assert tests_in(FILES["T"]) <= named
+    assert named_in(FILES["T"]) <= named
