@@ -76,11 +76,16 @@ async def feed_into(
     """Feed the batches of versions `first` to `last` to `run`; returns when all ended, or nothing ended for `wait_s`."""
     feeder = _Feeder(bus, run, in_flight, force, wait_s)
     following = asyncio.ensure_future(feeder.follow())
+    feeding = asyncio.ensure_future(feeder.run(recording, first, last, say))
     try:
-        return await feeder.run(recording, first, last, say)
+        await asyncio.wait({following, feeding}, return_when=asyncio.FIRST_COMPLETED)
+        if not feeding.done():
+            following.result()  # the ledger cannot be followed any more
+        return await feeding
     finally:
         following.cancel()
-        await asyncio.wait({following})
+        feeding.cancel()
+        await asyncio.wait({following, feeding})
 
 
 class _Feeder:

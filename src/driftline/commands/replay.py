@@ -69,7 +69,7 @@ async def _record(name: str, out: Path, url: str, config: Config, follow: bool, 
         done = await record_run(bus, blob_store(bus, config), config, model, out, to=to, follow=follow, say=_say)
         typer.echo(str(done))
 
-    await with_bus(url, body)
+    await with_bus(url, body, role="recorder")
 
 
 def replay(
@@ -147,7 +147,7 @@ async def _into(
         fed = await feed_into(bus, recording, run, first=first, last=last, in_flight=in_flight or bound, force=force, wait_s=wait_s, say=_say)
         typer.echo(json.dumps(fed.document(), indent=2) if as_json else str(fed))
 
-    await with_bus(url, body)
+    await with_bus(url, body, role="admin")  # admits as the dispatcher does, and samples as an engine does
 
 
 def _exits_on_damage(work: Callable[[], object]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -46,10 +48,34 @@ def blobs() -> MemoryBlobs:
     return MemoryBlobs()
 
 
+@dataclass(frozen=True)
+class FinishedRun:
+    """What a run of two versions leaves on its broker."""
+
+    stored: list[tuple[str, bytes]]
+    blobs: dict[str, bytes]
+
+
+@pytest.fixture(scope="module")
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
+    async def make() -> FinishedRun:
+        async with MemoryBus() as bus:
+            blobs = MemoryBlobs()
+            await bus.declare(run_topology(CONFIG))
+            await train(bus, blobs, CONFIG, tmp_path_factory.mktemp("learner"), PARTS)
+            stored = [(raw.subject, raw.data) for plane in ("POLICY", "RECORD", "CONTROL") for raw in await bus.read(SUBJECTS.stream(plane), ">")]
+            return FinishedRun(stored, blobs.blobs)
+
+    with ThreadPoolExecutor(1) as thread:  # a module's fixture may be asked for inside a running loop
+        return thread.submit(asyncio.run, make()).result()
+
+
 @pytest.fixture
-async def trained(bus: MemoryBus, blobs: MemoryBlobs, tmp_path: Path) -> MemoryBus:
-    """A finished run of two versions."""
-    await train(bus, blobs, CONFIG, tmp_path / "learner", PARTS)
+async def trained(bus: MemoryBus, blobs: MemoryBlobs, finished_run: FinishedRun) -> MemoryBus:
+    """A broker with the finished run, to be damaged at will."""
+    for number, (subject, data) in enumerate(finished_run.stored):
+        await bus.publish_bytes(subject, data, id=str(number))
+    blobs.blobs.update(finished_run.blobs)
     return bus
 
 
