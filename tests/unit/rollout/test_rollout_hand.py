@@ -112,6 +112,7 @@ class Life(RuleBasedStateMachine):
         self.open: list[Any] = []
         self.engine: set[tuple[str, int]] = set()
         self.out: set[tuple[str, int]] = set()
+        self.loose: set[tuple[str, int]] = set()  # finished for a group that was let go: they are stored all the same
         self.stored: set[tuple[str, int]] = set()
 
     @rule(index=st.integers(0, 1), attempt=st.integers(0, 2), wanted=st.sets(st.integers(0, 3)))
@@ -141,9 +142,10 @@ class Life(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def store(self, data: st.DataObject) -> None:
-        if self.out:
-            name, member = data.draw(st.sampled_from(sorted(self.out)))
+        if self.out | self.loose:
+            name, member = data.draw(st.sampled_from(sorted(self.out | self.loose)))
             self.out.discard((name, member))
+            self.loose.discard((name, member))
             self.stored.add((name, member))
             self.hand.store(name, member)
             self.settle(name)
@@ -166,10 +168,16 @@ class Life(RuleBasedStateMachine):
         for name in self.hand.orphans():
             assert not [d for d in self.open if d.message.group == name]
             self.engine = {key for key in self.engine if key[0] != name}
+            self.loose |= {key for key in self.out if key[0] == name}
+            self.out = {key for key in self.out if key[0] != name}
             assert self.hand.drop(name) == []
 
     def settle(self, name: str) -> None:
-        for done in self.hand.settle(name):
+        settled = self.hand.settle(name)
+        if name not in self.hand:
+            self.loose |= {key for key in self.out if key[0] == name}
+            self.out = {key for key in self.out if key[0] != name}
+        for done in settled:
             self.open.remove(done)
             assert {(name, m) for m in done.message.to_sample} <= self.stored
 
@@ -184,4 +192,4 @@ class Life(RuleBasedStateMachine):
 
 
 TestLife = Life.TestCase
-TestLife.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestLife.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
