@@ -10,6 +10,7 @@ import heapq
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 
 from driftline.messages.types import (
@@ -99,7 +100,7 @@ class Simulation:
         self._seen = 0
         self._fold()
         for graded in held:
-            self._later(self.random.random() * 0.3, lambda graded=graded: self.assembler.arrive(graded))  # type: ignore[misc]
+            self._later(self.random.random() * 0.3, partial(self._receive, graded))
 
     def _fresh(self) -> Assembler:
         world = self.world
@@ -150,7 +151,7 @@ class Simulation:
             longest = max(longest, took)
             if random.random() >= world.lost:
                 reward = None if random.random() < world.failing else 0.5 if equal else float(member % 2)
-                self._later(took, lambda member=member, reward=reward: self._deliver(group, member, version, reward))  # type: ignore[misc]
+                self._later(took, partial(self._deliver, group, member, version, reward))
         self._later(longest, self._freed)
 
     def _freed(self) -> None:
@@ -166,7 +167,10 @@ class Simulation:
             tokens=[1, 5, 5], action_mask=[False, True, True], logprobs=[0.0, -1.0, -1.0],  # type: ignore[arg-type]
             versions=[-1, version, self.head], finish=Finish.STOP,  # type: ignore[arg-type]
         )
-        self.assembler.arrive(Graded(run=RUN, trajectory=trajectory, reward=reward, cause="" if reward is not None else "raised"))
+        self._receive(Graded(run=RUN, trajectory=trajectory, reward=reward, cause="" if reward is not None else "raised"))
+
+    def _receive(self, graded: Graded) -> None:
+        self.assembler.arrive(graded)
 
     def _fold(self) -> None:
         for event in self.ledger[self._seen:]:
