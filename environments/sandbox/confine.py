@@ -94,12 +94,13 @@ def _keep_tree(spec: dict[str, Any], command: list[str]) -> int:
     _gone_already(spec)
     awaited = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}
     signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
-    keeper, group = os.getpid(), os.getpgrp()
+    keeper, parent = os.getpid(), spec["parent"]
+    protected = (parent, keeper, -os.getpgrp(), -os.getpgid(parent))
     child = os.fork()
     if child == 0:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, awaited)
         os.setsid()
-        _leave_with(lambda: _become(spec, command, (spec["parent"], keeper, -group)))
+        _leave_with(lambda: _become(spec, command, protected))
     _let_go_of_pipes()
     status = _until_ended(child, awaited)
     while _kill_children():

@@ -113,13 +113,13 @@ class GraderPool:
     async def _grade_in(self, slot: _Slot, frame: bytes, token: object) -> Verdict:
         """In a used worker first; what another item left in its pipe costs this one nothing but a fresh worker."""
         while True:
-            fresh = slot.worker is None
             worker = slot.worker or await self._fill(slot)
             try:
                 await worker.send(frame)
             except Gone:  # it died idle: the item was not touched, so it is not the item's fault
                 await self._empty(slot)
                 continue
+            fresh, worker.used = not worker.used, True
             verdict = await self._answered(slot, worker, token, fresh)
             if verdict is not None:
                 return verdict

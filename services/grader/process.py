@@ -38,6 +38,7 @@ class WorkerProcess:
         assert process.stdout is not None
         assert process.stderr is not None
         self.process = process
+        self.used = False
         self.printed_too_much = False
         self._sandbox = sandbox
         self._in, self._out, self._err = process.stdin, process.stdout, process.stderr
