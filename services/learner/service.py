@@ -105,6 +105,8 @@ class LearnerService:
                 while self._seen < (newest.seq if newest else 0):
                     await self._wait(None)
                 await self._recover()
+                # No deadline counts from before now: recovery may have taken longer than one, with everything finished and waiting.
+                self.assembler.started_at = time.time()
                 helpers += [
                     tasks.create_task(self._receive(), name="receive"),
                     tasks.create_task(self._held.forget_lost(), name="lost leases"),
