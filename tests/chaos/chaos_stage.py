@@ -88,7 +88,7 @@ class Result:
         return asdict(self)
 
 
-def chaos_config(run: str, folder: Path, *, steps: int, seed: int = 0, **sections: dict[str, Any]) -> Config:
+def chaos_config(run: str, folder: Path, /, *, steps: int, seed: int = 0, **sections: dict[str, Any]) -> Config:
     """Small steps that come quickly: words of lengths at which the shipped policy is sometimes right, and sometimes not."""
     document: dict[str, dict[str, Any]] = {
         "run": {"steps": steps, "seed": seed, "dir": str(folder), "groups_per_step": 3, "group_size": 4, "max_lag": 2, "group_deadline_s": 120.0},
