@@ -1,4 +1,5 @@
-"""A group that has not ended: its members so far, and what the rules ask about it. Pure: every change is a new value.
+"""A group that has not ended: its members so far, and what the rules ask about it. Pure: every change is a new value, so what was
+asked once is kept.
 
 Guarantees: what it answers depends on what is held, never on the order it came in.
 """
@@ -32,6 +33,7 @@ class Member:
 
     graded: Graded
     reward: float | None  # None: not usable
+    aborted: bool
     oldest: int
     newest: int
     size: int
@@ -39,12 +41,8 @@ class Member:
     @classmethod
     def of(cls, graded: Graded) -> Self:
         trajectory = graded.trajectory
-        reward = None if trajectory.finish is Finish.ABORT else graded.reward
-        return cls(graded, reward, trajectory.oldest_version, int(trajectory.versions.max()), held_size(graded))
-
-    @property
-    def aborted(self) -> bool:
-        return self.graded.trajectory.finish is Finish.ABORT
+        aborted = trajectory.finish is Finish.ABORT
+        return cls(graded, None if aborted else graded.reward, aborted, trajectory.oldest_version, int(trajectory.versions.max()), held_size(graded))
 
 
 @dataclass(frozen=True)
@@ -108,11 +106,11 @@ class OpenGroup:
         """What the bound is judged on. An aborted member counts: an engine gave it up because it was too old."""
         return min((m.oldest for m in self.members.values() if m.reward is not None or m.aborted), default=None)
 
-    @property
+    @cached_property
     def oldest_aborted(self) -> int | None:
         return min((m.oldest for m in self.members.values() if m.aborted), default=None)
 
-    @property
+    @cached_property
     def newest_version(self) -> int:
         return max(m.newest for m in self.usable)
 
@@ -130,15 +128,19 @@ class OpenGroup:
             return oldest + max_lag
         return max(head, min(oldest, self.floor) + max_lag)
 
+    @cached_property
+    def _equal(self) -> bool:
+        return is_zero_variance(self.rewards)
+
     def state(self, min_members: int) -> State:
         if self.group is None:
             return State.WAITING
-        expected = len(self.usable) + (0 if self.settled else len(self.missing))
+        expected = len(self.usable) + (0 if self.settled else self.group.members - len(self.members))
         if expected < min_members:
             return State.FAILED  # whatever still comes
         if not self.settled:
             return State.WAITING
-        return State.ZERO_VARIANCE if is_zero_variance(self.rewards) else State.READY
+        return State.ZERO_VARIANCE if self._equal else State.READY
 
 
 def fits(trajectory: Trajectory, group: Group) -> bool:
