@@ -171,6 +171,7 @@ class MemoryBus:
 
     async def read(self, stream: str, subject: str, *, start: int = 1, limit: int = 1000) -> list[Raw]:
         self.check()
+        await asyncio.sleep(0)
         found: list[Raw] = []
         while len(found) < limit and (raw := self.broker.stream(stream).next_on(subject, start)) is not None:
             found.append(raw)

@@ -2,6 +2,7 @@
 
 from driftline.policy_store.blobs import BlobRef, BlobStore, DirectoryBlobs, JetStreamBlobs, MemoryBlobs
 from driftline.policy_store.manifest import Link, Manifest, PolicyHead, VersionKind
+from driftline.policy_store.pins import Pins
 from driftline.policy_store.reader import PolicyReader
 from driftline.policy_store.tensor import HostTensor, State, state_digest
 from driftline.policy_store.writer import PolicyWriter
@@ -15,6 +16,7 @@ __all__ = [
     "Link",
     "Manifest",
     "MemoryBlobs",
+    "Pins",
     "PolicyHead",
     "PolicyReader",
     "PolicyWriter",

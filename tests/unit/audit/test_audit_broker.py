@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from audit_runs import Scripted, scripted
 
@@ -129,3 +131,27 @@ async def test_a_run_that_has_only_been_declared_has_no_finding(bus: Bus, fresh_
     assert (report.findings, report.admitted, report.versions.head) == ((), 0, -1)
 
 
+
+
+async def test_audits_of_a_run_that_goes_on_meanwhile_find_nothing(bus: Bus, fresh_run: str) -> None:
+    """Every reading is of a moving run: outcomes follow their version, versions follow the reading of the ledger."""
+    story = Scripted(bus, fresh_run)
+    await story.start()
+
+    async def live() -> None:
+        for first in range(0, 40, 4):
+            await story.admit(*range(first, first + 4))
+            for index in range(first, first + 4):
+                await bus.publish(story.names.groups, story.group(index), id=f"q{index}")
+            await story.step(first, first + 1)
+            await story.end(first + 2, Outcome.STALE)
+            await story.step(first + 3)
+
+    running = asyncio.create_task(live())
+    reports = []
+    while not running.done():
+        reports.append(await audit(bus, fresh_run, bounds=Bounds(1, 2)))
+    await running
+    assert [report.findings for report in reports] == [()] * len(reports)
+    assert len({report.events for report in reports}) > 1
+    assert (await audit(bus, fresh_run, finished=True)).findings == ()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import Mapping
 from contextlib import aclosing
 from dataclasses import replace
@@ -268,3 +270,10 @@ async def test_letters_are_listed_by_kind_and_number_and_what_comes_back_is_not_
     assert [letter.seq async for letter in those(bus, fresh_run, [last, last])] == [last]
     with pytest.raises(ConfigError, match="no such dead letter"):
         _ = [letter async for letter in those(bus, fresh_run, [last + 1])]
+
+
+def test_whoever_imports_the_policy_store_knows_all_that_its_stream_holds() -> None:
+    """A follower buries what it does not know: the live view did that to pins."""
+    code = ("import driftline.policy_store; from driftline.messages.registry import schema\n"
+            "assert all(schema(name, 1) for name in ('head', 'manifest', 'pins'))")
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
