@@ -27,7 +27,7 @@ MAY_IMPORT = {
 }
 WITHOUT_TORCH = (
     "messages/", "policy_store/", "environments/", "services/dispatcher/", "services/grader/", "services/policy_store/",
-    "services/supervisor/", "services/config.py", "services/config_text.py", "services/runtime.py", "services/telemetry.py",
+    "services/supervisor/", "services/audit/", "services/config.py", "services/config_text.py", "services/runtime.py", "services/telemetry.py",
     "services/publishing.py", "services/wiring.py", "src/driftline/cli.py",
 )
 TORCH = {"torch", "triton", "safetensors.torch"}
