@@ -113,6 +113,7 @@ class RunConfig(_Section):
 
     A group that is not complete after `group_deadline_s` is expired, trained with its at least `partial_min_members` members, or
     queued again up to `group_retries` times, as `deadline_policy` says. `max_failed_groups` in a row end the run as failed (0: never).
+    `record`: `driftline run` leaves the run as one file, run.dlr, in the run folder.
     """
 
     name: str = Field(default="run", min_length=1, max_length=64, pattern=RUN_NAME)
@@ -128,6 +129,7 @@ class RunConfig(_Section):
     group_retries: int = Field(default=1, ge=0, le=16)
     stale_policy: StalePolicy = StalePolicy.WAIT
     max_failed_groups: int = Field(default=256, ge=0)
+    record: bool = True
     time_limit_s: float = Field(default=0.0, ge=0)
 
 

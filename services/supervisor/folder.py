@@ -1,6 +1,7 @@
 """The run folder: one directory per run that holds all a run leaves behind, complete whatever the ending.
 
-    config.toml  summary.json  report.md  curves.png  metrics.jsonl  tensorboard/  logs/<service>.log  broker/  policy/
+    config.toml  summary.json  audit.json  run.dlr  report.md  curves.png  metrics.jsonl  tensorboard/  logs/<service>.log
+    broker/  policy/  learner/
 """
 
 from __future__ import annotations
@@ -65,6 +66,14 @@ class RunFolder:
     @property
     def curves(self) -> Path:
         return self.path / "curves.png"
+
+    @property
+    def audit(self) -> Path:
+        return self.path / "audit.json"
+
+    @property
+    def recording(self) -> Path:
+        return self.path / "run.dlr"
 
     @property
     def broker(self) -> Path:

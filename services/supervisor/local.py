@@ -24,6 +24,7 @@ from driftline.messages.subjects import Subjects
 from driftline.policy_store.manifest import PolicyHead
 from driftline.services.config import Config
 from driftline.services.runtime import connect, finished, prepare, run_topology
+from driftline.services.supervisor.books import close_books
 from driftline.services.supervisor.broker import EmbeddedBroker
 from driftline.services.supervisor.children import ServiceSpec
 from driftline.services.supervisor.folder import RunFolder
@@ -91,6 +92,7 @@ class LocalRun:
         self._asked = asyncio.Event()
         self._keeper: Keeper | None = None
         self._failure = ""
+        self._findings: int | None = None
 
     async def run(self) -> Ending:
         with self._signals():
@@ -121,7 +123,10 @@ class LocalRun:
         try:
             await prepare(bus, config, "driftline-run")
             await _reopen(bus, config)
-            return await self._with_services(bus, config, broker)
+            ending = await self._with_services(bus, config, broker)
+            if ending is not Ending.STOPPED:
+                self._findings = await close_books(bus, config, self._folder, self._screen.say)
+            return ending
         finally:
             with contextlib.suppress(TimeoutError, DriftlineError):
                 async with asyncio.timeout(5):
@@ -201,7 +206,7 @@ class LocalRun:
             self._keeper.kill()
 
     def _write(self, ending: Ending, wall_s: float) -> None:
-        summary = summarise(self.picture, self._config, wall_s)
+        summary = summarise(self.picture, self._config, wall_s, audit_findings=self._findings)
         write_summary(summary, self._folder.summary)
         end = self.picture.finished
         failed = f"Failed:\n\n```\n{self._failure}\n```\n"

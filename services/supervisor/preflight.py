@@ -51,6 +51,7 @@ def examine(config: Config | None = None) -> list[Check]:
         _check("disk", lambda: _disk(Path(config.run.dir)), "free some space, or set run.dir elsewhere"),
         _check("checkpoint", lambda: str(checkpoint_dir(config)), "driftline pretrain, or set policy.init"),
         _check("tasks", lambda: task_source(config).task(0, 0).prompt.replace("\n", " ")[:60], "look at [tasks]"),
+        _check("sandbox", lambda: _sandbox(config), "grader.sandbox = 'auto' takes the strongest that works here"),
         Check("cores", True, str(os.cpu_count() or 1)),
     ]
 
@@ -72,6 +73,16 @@ def _torch() -> str:
 
     cuda = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "CPU only"
     return f"{torch.__version__}, {cuda}, {torch.get_num_threads()} threads"
+
+
+def _sandbox(config: Config) -> str:
+    from driftline.environments.sandbox.box import LEVELS, Level, choose, fault
+
+    level = choose(config.grader.sandbox.value).level
+    if level is Level.OFF:
+        return "off: rewards run with all rights of this user"
+    stronger = [f"no {other}: {fault(other)}" for other in LEVELS[: LEVELS.index(level)] if fault(other)]
+    return "; ".join([f"{level} (grader.sandbox = {config.grader.sandbox})", *stronger])
 
 
 def _server() -> str:

@@ -2,7 +2,8 @@
 
 `heldout_*` are mean rewards on the held-out tasks at the training temperature, first and last measured; `train_reward_*` those of
 the first and last step; `k3_*` token-averaged KL between learner and rollout, over the steps that had such tokens; `versions`
-counts published versions, the starting one included; `policy_bytes_*` are totals published. A figure that was never
+counts published versions, the starting one included; `policy_bytes_*` are totals published; `audit_findings` counts the ids that
+the audit at the end found missing, doubled or unfinished. A figure that was never
 measured is null, never zero.
 """
 
@@ -22,11 +23,11 @@ __all__ = ["KEYS", "summarise", "write_summary"]
 KEYS = (
     "run", "seed", "max_lag", "max_lag_seen", "versions", "steps", "wall_s", "heldout_first", "heldout_last",
     "train_reward_first", "train_reward_last", "k3_lag0_mean", "k3_mean", "outcomes", "dead_letters", "restarts",
-    "policy_bytes_full", "policy_bytes_delta", "tokens_sampled", "tokens_trained",
+    "policy_bytes_full", "policy_bytes_delta", "tokens_sampled", "tokens_trained", "audit_findings",
 )
 
 
-def summarise(picture: Picture, config: Config, wall_s: float) -> dict[str, Any]:
+def summarise(picture: Picture, config: Config, wall_s: float, *, audit_findings: int | None = None) -> dict[str, Any]:
     steps, evals = picture.ordered, picture.evaluations
     rewards = [reward for step in steps if (reward := step.get("reward_train")) is not None]
     values: dict[str, Any] = {
@@ -50,6 +51,7 @@ def summarise(picture: Picture, config: Config, wall_s: float) -> dict[str, Any]
         "policy_bytes_delta": sum(delta for _, delta in picture.policy_bytes.values()),
         "tokens_sampled": picture.tokens_sampled,
         "tokens_trained": int(_sum(steps, "tokens_trained")),
+        "audit_findings": audit_findings,
     }
     return {key: values[key] for key in KEYS}
 

@@ -74,13 +74,15 @@ async def test_a_finished_run_leaves_a_complete_folder(tmp_path: Path) -> None:
     assert ending is Ending.FINISHED
     summary = json.loads(folder.summary.read_text())
     assert tuple(summary) == KEYS
-    assert summary | {"wall_s": 0} == {
+    assert summary["audit_findings"] > 0  # stand-ins keep no books: their run has outcomes of groups that nobody admitted
+    assert json.loads((folder.path / "audit.json").read_text())["run"] == "trial"
+    assert summary | {"wall_s": 0, "audit_findings": 0} == {
         "run": "trial", "seed": 0, "max_lag": 2, "max_lag_seen": 1, "versions": 3, "steps": 2, "wall_s": 0,
         "heldout_first": 0.25, "heldout_last": 0.75, "train_reward_first": 0.1, "train_reward_last": 0.2,
         "k3_lag0_mean": 1e-9, "k3_mean": 1e-4,
         "outcomes": {"trained": 2, "zero_variance": 0, "stale": 1, "failed": 0, "expired": 0, "cancelled": 0},
         "dead_letters": 0, "restarts": 1, "policy_bytes_full": 0, "policy_bytes_delta": 0, "tokens_sampled": 100,
-        "tokens_trained": 100,
+        "tokens_trained": 100, "audit_findings": 0,
     }
     assert {path.name for path in folder.path.iterdir()} >= {
         "config.toml", "summary.json", "report.md", "curves.png", "metrics.jsonl", "tensorboard", "logs"
