@@ -69,13 +69,14 @@ def _dispatcher(context: Context) -> Service:
 
 
 def _grader(context: Context) -> Service:
+    from driftline.services.grader.private import private_paths
     from driftline.services.grader.service import GraderService
 
     grader = context.config.grader
     return GraderService(
         context.bus, context.config.run.name, scorer_specs(context.config), workers=grader.workers,
         deadline_s=grader.deadline_s, memory_mb=grader.memory_mb, max_in_flight=grader.max_in_flight,
-        reporter=context.reporter,
+        reporter=context.reporter, sandbox=grader.sandbox.value, hidden=private_paths(context.config, context.run_dir),
     )
 
 

@@ -3,7 +3,9 @@
 Guarantees: a trajectory is acknowledged only after its `Graded` is stored, under a content id that makes a second time harmless,
 so a grader may die at any moment and nothing is lost or counted twice; its lease is held while it waits and while it is graded; at most
 `max_in_flight` are held at once; a reward that fails makes a failed member with its cause and nothing else; a member that an engine
-gave up is passed on without a reward. Failures of rewards and failures of the machinery are counted apart. It ends when the run is finished and the queue is empty.
+gave up is passed on without a reward. A member whose group has ended is acknowledged without grading, at once, also in the middle of it.
+Failures of rewards and failures of the machinery have budgets of their own: the first raise an alarm and never end the service, the
+second end it when nothing works any more, and cost no member. It ends when the run is finished and the queue is empty.
 """
 
 from __future__ import annotations
@@ -11,16 +13,20 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 
 import structlog
 
+from driftline.environments.sandbox.box import AUTO, Level
 from driftline.messages.bus import Bus, Delivery
 from driftline.messages.errors import BrokerFull, BrokerUnavailable
 from driftline.messages.leases import lease
 from driftline.messages.subjects import ConsumerSpec, Subjects, topology
-from driftline.messages.types import Finish, Graded, Trajectory
-from driftline.services.grader.pool import GraderPool
+from driftline.messages.types import Finish, Graded, OutcomeEvent, Trajectory
+from driftline.services.grader.budget import Budget
+from driftline.services.grader.ended import EndedGroups, GroupEnded
+from driftline.services.grader.pool import GraderPool, WorkersFailing
 from driftline.services.grader.wire import Failure, Verdict
 from driftline.services.runtime import finished
 from driftline.services.telemetry import Reporter
@@ -43,6 +49,7 @@ class Counts:
 
     graded: int = 0
     aborted: int = 0
+    ended: int = 0
     failed: Counter[Failure] = field(default_factory=Counter)
     infrastructure: Counter[str] = field(default_factory=Counter)
     reward_sum: float = 0.0
@@ -71,13 +78,21 @@ class GraderService:
         max_in_flight: int = 256,
         reporter: Reporter | None = None,
         consumer: ConsumerSpec | None = None,
+        sandbox: str = AUTO,
+        hidden: Sequence[str] = (),
+        budget: Budget | None = None,
     ) -> None:
         self._bus, self._run = bus, run
         self._subjects = Subjects(run)
         self._consumer = consumer or grader_consumer(run)
         self._max_in_flight = max_in_flight
         self._reporter = reporter or Reporter(bus, run, "grader")
-        self._pool = GraderPool(scorer_spec, workers=workers, deadline_s=deadline_s, memory_mb=memory_mb)
+        self._pool = GraderPool(
+            scorer_spec, workers=workers, deadline_s=deadline_s, memory_mb=memory_mb, sandbox=sandbox, hidden=hidden
+        )
+        self._ended = EndedGroups()
+        # An outage of the broker fails everything in hand at once: that is one failure of many members, and must not end the service.
+        self.budget = budget or Budget(infrastructure_in_a_row=4 * max_in_flight)
         self._in_flight: set[asyncio.Task[None]] = set()
         self._finished = asyncio.Event()
         self._draining = asyncio.Event()
@@ -89,7 +104,9 @@ class GraderService:
 
     async def run(self) -> None:
         async with self._pool, asyncio.TaskGroup() as tasks:
+            log.info("rewards run in a sandbox", sandbox=self._pool.sandbox.level.value)
             watchers = [
+                tasks.create_task(self._follow_outcomes(), name="outcomes"),
                 tasks.create_task(self._watch_end(), name="end of run"),
                 tasks.create_task(self._report_regularly(), name="report"),
             ]
@@ -121,7 +138,7 @@ class GraderService:
             return await self._bus.pull(self._consumer, batch=batch, timeout_s=PULL_S)
         except BrokerUnavailable as error:
             # The runtime ends the service when the broker stays away; until then the next pull may succeed.
-            self.counts.infrastructure["pull_failed"] += 1
+            self._infrastructure("pull_failed", str(error))
             log.warning("pull failed", cause=str(error))
             await self._pause(RETRY_S)
             return []
@@ -134,8 +151,8 @@ class GraderService:
             async with lease(delivery):
                 await self._grade_leased(delivery)
         except BrokerUnavailable as error:
-            self.counts.infrastructure["broker_unavailable"] += 1
             log.warning("trajectory will be delivered again", subject=delivery.subject, cause=str(error))
+            self._infrastructure("broker_unavailable", str(error))
 
     async def _grade_leased(self, delivery: Delivery) -> None:
         trajectory = delivery.message
@@ -146,7 +163,16 @@ class GraderService:
         if trajectory.finish is Finish.ABORT:
             await self._pass_on(delivery, aborted(trajectory), None)
             return
-        verdict = await self._pool.grade(trajectory.task, trajectory.text)
+        try:
+            verdict = await self._ended.unless_ended(trajectory.group, self._pool.grade(trajectory.task, trajectory.text))
+        except GroupEnded:
+            self.counts.ended += 1
+            await delivery.ack()
+            return
+        except WorkersFailing:  # not the member's fault: another grader, or this one started again, has it at once
+            self.counts.infrastructure["workers_failing"] += 1
+            await delivery.nak()
+            raise
         if verdict.failure is not None:
             log.warning("reward failed", id=trajectory.id, failure=verdict.failure.value, cause=verdict.cause)
         await self._pass_on(delivery, graded(trajectory, verdict), verdict)
@@ -164,8 +190,19 @@ class GraderService:
         elif verdict is None:
             self.counts.aborted += 1
         else:
-            self.counts.add(verdict)
+            self._count(verdict)
         await delivery.ack()
+        self.budget.worked()
+
+    def _count(self, verdict: Verdict) -> None:
+        self.counts.add(verdict)
+        if (alarm := self.budget.data(verdict)) is not None:
+            log.error("many rewards fail", rate=round(alarm.rate, 3), of=alarm.of, kind=alarm.kind.value, cause=alarm.cause,
+                      remedy="look at the task source's reward; training goes on with the members that have one")
+
+    def _infrastructure(self, kind: str, cause: str) -> None:
+        self.counts.infrastructure[kind] += 1
+        self.budget.infrastructure(cause)
 
     async def _publish(self, message: Graded) -> bool:
         """Store it; False when it already was. A full stream is back-pressure: wait with the lease held."""
@@ -197,6 +234,13 @@ class GraderService:
         log.info("run finished", version=end.version, reason=end.reason)
         self._finished.set()
 
+    async def _follow_outcomes(self) -> None:
+        events = self._bus.follow(self._subjects.stream("LEDGER"), f"{self._subjects.root}.ledger.outcome.>")
+        async with aclosing(events) as stored_events:  # type: ignore[type-var]
+            async for stored in stored_events:
+                if isinstance(stored.message, OutcomeEvent):
+                    self._ended.add(stored.message.group)
+
     async def _report_regularly(self) -> None:
         while True:
             await self._report()
@@ -212,6 +256,7 @@ class GraderService:
             "graded": counts.graded,
             "failed": counts.failed.total(),
             "aborted": counts.aborted,
+            "ended": counts.ended,
             **{f"failed_{failure.value}": counts.failed[failure] for failure in Failure},
             "infrastructure": counts.infrastructure.total(),
             **{f"infrastructure_{kind}": number for kind, number in counts.infrastructure.items()},
@@ -219,6 +264,9 @@ class GraderService:
             "grade_s_mean": counts.grade_s_sum / max(1, done),
             "in_flight": len(self._in_flight),
             "workers_replaced": self._pool.replaced,
+            "data_failure_rate": self.budget.data_failure_rate,
+            "data_alarm": float(self.budget.alarmed),
+            **{f"sandbox_{level.value}": float(level is self._pool.sandbox.level) for level in Level},
         }
 
 

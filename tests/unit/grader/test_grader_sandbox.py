@@ -151,8 +151,9 @@ async def test_nothing_outside_tmp_is_written_where_files_are_isolated(pool: Gra
     targets = [str(tmp_path / "tasks" / "new"), str(tmp_path / "tasks" / "attacks.py"), "/var/tmp/driftline_test", "/usr/driftline_test", "/dev/driftline_test"]
     verdict = await attacked(pool, task, attempt("import pathlib; pathlib.Path('/tmp/driftline_scratch').write_text('x')"))
     assert verdict.reward == 1.0
-    assert Path("/tmp/driftline_scratch").exists() == (level not in ISOLATED)
-    Path("/tmp/driftline_scratch").unlink(missing_ok=True)
+    assert ("driftline_scratch" in os.listdir("/tmp")) == (level not in ISOLATED)
+    if level not in ISOLATED:
+        os.unlink("/tmp/driftline_scratch")
     if level in ISOLATED:
         for target in targets:
             assert (await attacked(pool, task, attempt(f"open({target!r}, 'a').close()"))).reward == 0.0, target
@@ -161,7 +162,8 @@ async def test_nothing_outside_tmp_is_written_where_files_are_isolated(pool: Gra
 async def test_no_file_grows_beyond_its_limit_and_the_disk_is_not_filled(pool: GraderPool, task: Task, level: Level) -> None:
     one = "import os, signal\nsignal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n" + attempt("f = open('/tmp/driftline_big', 'wb'); f.write(b'x' * 2**20 * 65); f.close()")
     assert (await attacked(pool, task, one)).reward == 0.0
-    Path("/tmp/driftline_big").unlink(missing_ok=True)
+    if level not in ISOLATED:
+        os.unlink("/tmp/driftline_big")
     if level in ISOLATED:  # many files: the private /tmp is full before the disk is
         many = attempt("for i in range(6): open(f'/tmp/big{i}', 'wb').write(b'x' * 2**20 * 50)")
         verdict = await attacked(pool, task, many)
@@ -238,7 +240,7 @@ async def test_the_grader_is_neither_signalled_nor_read(pool: GraderPool, task: 
     for name in ("environ", "mem", "maps"):
         # Our own command line would be readable at `rlimit`; what holds secrets is not.
         assert (await attacked(pool, task, attempt(f"open('/proc/{me}/{name}', 'rb').read(16)"))).reward == 0.0, name
-    assert (await attacked(pool, task, "import ctypes\nresult = float(ctypes.CDLL(None).ptrace(16, %d, 0, 0) == 0)" % me)).reward == 0.0
+    assert (await attacked(pool, task, f"import ctypes\nresult = float(ctypes.CDLL(None).ptrace(16, {me}, 0, 0) == 0)")).reward == 0.0
 
 
 async def test_the_environment_holds_no_secret(spec: str, task: Task, level: Level, monkeypatch: pytest.MonkeyPatch) -> None:
