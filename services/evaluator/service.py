@@ -24,6 +24,7 @@ from driftline.policy_store.blobs import BlobStore
 from driftline.policy_store.reader import PolicyReader
 from driftline.services.config import Config
 from driftline.services.grader.pool import GraderPool
+from driftline.services.grader.private import private_paths
 from driftline.services.policy_model import build_model
 from driftline.services.rollout.engine import Engine
 from driftline.services.runtime import finished
@@ -80,7 +81,10 @@ class EvaluatorService:
         tasks = await asyncio.to_thread(heldout_tasks, config)
         model = await asyncio.to_thread(build_model, config, device=config.evaluator.device, threads=config.evaluator.threads)
         sources = sorted({task.source for task in tasks})
-        pool = GraderPool(sources, workers=1, deadline_s=grader.deadline_s, memory_mb=grader.memory_mb)
+        pool = GraderPool(
+            sources, workers=1, deadline_s=grader.deadline_s, memory_mb=grader.memory_mb, sandbox=grader.sandbox.value,
+            hidden=private_paths(config),
+        )
         async with pool, asyncio.TaskGroup() as group:
             helpers = [group.create_task(self._follow_head(), name="head"), group.create_task(self._follow_end(), name="end")]
             await self._measure_all(model, tasks, pool)
