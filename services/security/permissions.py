@@ -94,7 +94,7 @@ class _Rules:
                     *self._reads("POLICY", "BLOB", "LEDGER"), *self._works_on("POLICY", "LEDGER", "CONTROL"),
                 )  # fmt: skip
             case Role.GRADER:
-                return (*self._service(role), *self._pulls("grader"), *self._sends(f"{root}.graded.>"), *self._works_on("CONTROL"))
+                return (*self._service(role), *self._pulls("grader"), *self._sends(f"{root}.graded.>"), *self._works_on("LEDGER", "CONTROL"))
             case Role.LEARNER:
                 owned = ("policy", "blob", "ledger.outcome", "ledger.retried", "control", "record")
                 return (
