@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import re
 import ssl
 from collections.abc import Awaitable, Callable, Mapping
@@ -36,6 +37,8 @@ PING_INTERVAL_S: Final = 10
 WATCHDOG_S: Final = 2.0
 STUCK_RECONNECT_S: Final = 10.0
 _DENIED = re.compile(r"permissions violation for (publish|subscription) to \"?([^\" ]+)", re.IGNORECASE)
+# The client does not tell its stream that TLS is under it, and asyncio complains of that whenever a connection ends.
+logging.getLogger("asyncio").addFilter(lambda record: "eof_received() has no effect" not in str(record.msg))
 _NOT_TLS: Final = frozenset({"WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE"})
 
 
@@ -118,7 +121,6 @@ class Connection:
         self._credentials = credentials
         self._connected = asyncio.Event()
         self._refused: asyncio.Future[DriftlineError] = asyncio.get_running_loop().create_future()
-        self._without_tls = 0
         self._fatal: DriftlineError | None = None
         self._closing = False
         self._inboxes: set[Inbox] = set()
@@ -196,6 +198,10 @@ class Connection:
     @property
     def connected(self) -> bool:
         return self._fatal is None and self._connected.is_set() and self.client.is_connected
+
+    @property
+    def _was_connected(self) -> bool:
+        return self._connected.is_set() or self.epoch > 0
 
     @property
     def max_payload(self) -> int:
@@ -340,7 +346,7 @@ class Connection:
         if (refusal := self._refusal(error)) is not None:
             if not self._refused.done():
                 self._refused.set_result(refusal)
-            if self._connected.is_set() or self.epoch:  # it was connected before: its user is gone, or has another password
+            if self._was_connected:  # its user is gone, or has another password
                 self._die(refusal)
         elif (denied := _DENIED.search(self.last_error)) is not None:
             self._deny(denied[1].lower(), denied[2].lower())
@@ -351,18 +357,17 @@ class Connection:
 
     def _refusal(self, error: Exception) -> DriftlineError | None:
         """What no further attempt will change."""
-        if isinstance(error, nats.errors.AuthorizationError) or "authorization violation" in self.last_error.lower():
+        if isinstance(error, nats.errors.AuthorizationError) or "authorization violation" in str(error).lower():
             return BrokerDenied("the broker refused the credentials", field="broker.url", value=self.url,
                                 remedy="check broker.credentials: user, password and certificates")  # fmt: skip
         if isinstance(error, ssl.SSLCertVerificationError):
             return BrokerDenied(f"the broker's certificate is refused: {error.verify_message}", field="broker.url", value=self.url,
                                 remedy="use credentials made with this broker's certificate; `driftline keys show` says when it expires "
                                 "and `driftline keys make --host` for which names it is")  # fmt: skip
-        if isinstance(error, ssl.SSLError) and error.reason in _NOT_TLS and self._credentials.tls is not None:
-            self._without_tls += 1  # a client that was very late meets a plaintext greeting too: not at the first
-            if self._without_tls >= 4:
-                return BrokerDenied("the broker does not start with TLS", field="broker.url", value=self.url,
-                                    remedy="start it with the auth.conf of `driftline keys make`, or use no credentials")  # fmt: skip
+        if isinstance(error, ssl.SSLError) and error.reason in _NOT_TLS and not self._was_connected:
+            # Not a denial: a client that was very late meets a plaintext greeting too.
+            return BrokerUnavailable("the broker does not start with TLS", field="broker.url", value=self.url,
+                                     remedy="start it with the auth.conf of `driftline keys make`, or use no credentials")  # fmt: skip
         return None
 
     def _deny(self, action: str, subject: str) -> None:
@@ -393,7 +398,10 @@ class Connection:
         log.info("broker connection restored", name=self.name, url=self.url)
 
     async def _on_closed(self) -> None:
-        if not self._closing:
+        last = self.client.last_error
+        if not self._closing and last is not None and (refusal := self._refusal(last)) is not None:
+            self._die(refusal)
+        elif not self._closing:
             why = f"the client closed the connection for good ({self.last_error or self.client.last_error})"
             self._die(self._unavailable(why))
 

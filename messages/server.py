@@ -28,6 +28,7 @@ MIB: Final = 1024 * 1024
 MAX_PAYLOAD: Final = 2 * MIB
 MAX_PENDING: Final = 256 * MIB  # a batch in flight larger than this makes the server drop the connection as a slow consumer
 _RETRY_S: Final = 0.02
+_GREETING_S: Final = 3.0  # one that starts with TLS greets in plaintext only after a second
 _LOG_LINES: Final = 12
 
 
@@ -234,7 +235,7 @@ class NatsServer:
         )  # fmt: skip
 
     async def _jetstream_answers(self) -> bool:
-        async with asyncio.timeout(1.0):
+        async with asyncio.timeout(_GREETING_S):
             reader, writer = await asyncio.open_connection(self.host, self.port)
             try:
                 info = await reader.readline()

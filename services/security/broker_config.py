@@ -18,7 +18,7 @@ __all__ = ["Account", "auth_conf", "user_name"]
 
 # How long the server waits for a client that starts with TLS before it greets in plaintext one that does not, only to refuse it
 # with a sentence. A client of ours that is later than this fails its handshake and connects again.
-GREETING_AFTER: Final = "500ms"
+GREETING_AFTER: Final = "1s"
 
 
 @dataclass(frozen=True)
