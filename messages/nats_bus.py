@@ -10,6 +10,7 @@ advisory can be lost). See `nats_connection` for the connection, `nats_pull` and
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
@@ -23,6 +24,7 @@ from driftline.messages import frames, nats_follow
 from driftline.messages.bus import Delivery, Depth, PubAck, Stored
 from driftline.messages.dead_letters import Raw, dead_headers, dead_id, dead_subject
 from driftline.messages.errors import (
+    BrokerDenied,
     BrokerFull,
     BrokerUnavailable,
     ConfigError,
@@ -132,13 +134,15 @@ class NatsBus:
         return None if raw is None else Stored(raw.seq, raw.subject, await frames.open_frame(self, raw.subject, raw.data))
 
     async def follow(self, stream: str, subject: str, *, start: int = 1) -> AsyncIterator[Stored]:
-        """A message that cannot be decoded is copied to the dead letters, logged, and passed over: it stays in the stream."""
+        """A message that cannot be decoded is copied to the dead letters, logged, and passed over: it stays in the stream. Who may
+        only read logs it."""
         async with aclosing(self.follow_raw(stream, subject, start=start)) as messages:
             async for raw in messages:
                 try:
                     message = await frames.open_frame(self, raw.subject, raw.data)
                 except (MalformedMessage, IntegrityError) as error:
-                    await self.bury(stream, raw, str(error), 1)
+                    with contextlib.suppress(BrokerDenied):
+                        await self.bury(stream, raw, str(error), 1)
                     continue
                 yield Stored(raw.seq, raw.subject, message)
 
