@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import nats
@@ -14,8 +14,10 @@ from nats.aio.client import Client
 from security_cases import ACCOUNT, OTHER_ACCOUNT, OTHER_RUN, RUN, Guarded
 
 from driftline.messages.credentials import load_credentials
+from driftline.messages.dead_letters import dead_letters
 from driftline.messages.errors import BrokerDenied, BrokerUnavailable, ConfigError
 from driftline.messages.subjects import Subjects, topology
+from driftline.messages.types import Metrics
 from driftline.services.config import Config
 from driftline.services.runtime import connect, prepare
 from driftline.services.security.permissions import PLANES, Role, inbox_prefix
@@ -127,6 +129,16 @@ async def test_an_answer_cannot_be_directed_into_another_s_stream(broker: Guarde
         assert any("direct.get" in line for line in said) is not allowed
     after = await stored(broker)
     assert {plane: state[:2] for plane, state in after.items()} == {plane: state[:2] for plane, state in before.items()}
+
+
+async def test_a_reader_passes_over_what_it_cannot_decode_and_may_not_set_aside(broker: Guarded) -> None:
+    metrics = Metrics(run=RUN, service="x", at=0.0)
+    async with broker.bus(Role.ADMIN) as admin, broker.bus(Role.OBSERVER) as observer:
+        await admin.publish_bytes(NAMES.metrics("x"), b"not a message", id="bad")
+        await admin.publish(NAMES.metrics("x"), metrics, id="good")
+        async with asyncio.timeout(30), aclosing(observer.follow(NAMES.stream("METRICS"), NAMES.metrics("x"))) as found:  # type: ignore[type-var]
+            assert (await anext(found)).message == metrics
+        assert await dead_letters(admin, RUN) == []
 
 
 async def test_a_denied_subject_is_an_error_at_once_with_field_and_remedy(broker: Guarded) -> None:
