@@ -169,6 +169,33 @@ def test_the_floor_is_what_the_ledger_has_trained_before_the_admission_also_by_g
     assert batch.group_ids == ("g00000001",)
 
 
+def test_a_group_admitted_after_our_own_version_is_in_the_ledger_is_not_older_than_it() -> None:
+    made = assembler(max_lag=1)
+    made.admit(group(0), at=0.0)
+    arrive(made, 0, [0])
+    batch = made.next_batch(0)
+    assert batch is not None
+    for event in made.commit(batch, 1, now=0.0):
+        made.ended(event)
+    for index in (1, 2):
+        made.admit(group(index), at=0.0)
+    arrive(made, 2, [1])
+    assert made.waiting_for(1) == ()
+    assert made.next_batch(1) is not None
+
+
+def test_no_group_is_given_up_on_its_floor_alone() -> None:
+    """After a restart nothing has been delivered again yet: what was sampled late by the ledger's measure may still be in time."""
+    made = assembler(max_lag=1)
+    for index in range(2):
+        made.admit(group(index), at=0.0)
+    arrive(made, 1, [5])
+    assert made.next_batch(5) is None
+    assert made.waiting_for(5) == ("g00000000",)
+    made.arrive(graded(0, 0, 1.0, [5]))
+    assert made.next_batch(5) is not None
+
+
 def test_a_restart_folds_the_same_floors() -> None:
     events = [group(0), trained(0, 1), group(1), trained(9, 2), group(2)]
     made = assembler(max_lag=1)
@@ -180,6 +207,16 @@ def test_a_restart_folds_the_same_floors() -> None:
     arrive(made, 2, [2])
     assert made.next_batch(2) is None
     assert made.waiting_for(2) == ("g00000001",)  # of version 1 or newer: head 2 is its last
+
+
+def test_an_outcome_read_again_lowers_no_floor() -> None:
+    made = assembler(max_lag=1)
+    for version in (1, 2, 1):
+        made.ended(trained(version, version))
+    for index in (3, 4):
+        made.admit(group(index), at=0.0)
+    arrive(made, 4, [2])
+    assert made.waiting_for(2) == ()
 
 
 def test_who_drops_takes_what_is_complete() -> None:
