@@ -15,7 +15,7 @@ from loop_cases import tiny
 
 from driftline.messages.nats_bus import NatsBus
 from driftline.messages.server import NatsServer
-from driftline.messages.subjects import Subjects
+from driftline.messages.subjects import Subjects, topology
 from driftline.messages.types import EvalResult, Outcome, OutcomeEvent, RunFinished
 from driftline.policy_store.blobs import JetStreamBlobs
 from driftline.policy_store.reader import PolicyReader
@@ -117,6 +117,7 @@ class Broker:
     run: str
 
     async def reach(self, version: int) -> None:
+        await self.bus.declare(topology(self.run))  # the test may be here before the first service
         reader = PolicyReader(self.bus, JetStreamBlobs(self.bus, self.run), self.run)
         async with asyncio.timeout(WAIT_S), aclosing(reader.watch()) as heads:  # type: ignore[type-var]
             async for head in heads:
