@@ -68,6 +68,7 @@ async def test_a_run_goes_to_its_end_and_leaves_a_complete_folder(tmp_path: Path
     assert folder.parent == tmp_path / "runs"
     assert {path.name for path in folder.iterdir()} >= {
         "config.toml", "summary.json", "report.md", "curves.png", "metrics.jsonl", "tensorboard", "logs", "policy", "learner", "broker",
+        "audit.json", "run.dlr",
     }
     assert {path.stem for path in (folder / "logs").glob("*.log")} == {
         "supervisor", "learner", "rollout-0", "rollout-1", "dispatcher", "grader", "evaluator", "policy-store",
@@ -85,6 +86,10 @@ async def test_a_run_goes_to_its_end_and_leaves_a_complete_folder(tmp_path: Path
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [s["step"] for s in steps if s["service"] == "learner"] == [1, 2, 3]
     assert not processes_of(folder)
+    assert summary["audit_findings"] == 0, (folder / "audit.json").read_text()
+    async with driftline(tmp_path, "replay", str(folder / "run.dlr"), "--learner-only", "--json") as replaying:
+        replayed = await replaying.ended()
+    assert replayed.code == 0, replayed.output
 
 
 async def ledger(bus: NatsBus, run: str) -> tuple[list[str], list[OutcomeEvent]]:
@@ -119,6 +124,7 @@ async def test_a_run_whose_rollout_process_is_killed_completes_and_every_group_e
         assert await dead_letters(bus, name) == []
         manifests = [await PolicyReader(bus, blobs, name).manifest(version) for version in range(1, 13)]
     summary = summary_of(folder_of(ended))
+    assert summary["audit_findings"] == 0, (folder_of(ended) / "audit.json").read_text()
     assert summary["restarts"] >= 1
     assert summary["steps"] == 12
     assert summary["max_lag_seen"] <= 1
