@@ -70,6 +70,11 @@ missing=$(grep -o 'driftline_[a-z0-9_]*' compose/grafana/dashboards/run.json | s
   while read -r name; do grep -q "^$name{" "$scratch/metrics" || echo "$name"; done)
 [ -z "$missing" ] || fail "the dashboard shows what no service reports: $missing"
 
+# Credentials: its own and nobody else's.
+"$docker" exec "${rollouts[1]}" cat /var/lib/driftline/credentials/credentials.json | grep -q '"role": "rollout"' || fail "rollout has not its own credentials"
+others=$("$docker" exec "${rollouts[1]}" find /var/lib/driftline/keys -type f)
+[ -z "$others" ] || fail "a rollout container sees $others"
+
 await_log 120 "$victim" 'engine ready\|run finished' "$killed_at" || fail "the killed rollout did not come back"
 [ "$(inspect "$victim" '{{.RestartCount}}')" = 1 ] || fail "the killed rollout restarted $(inspect "$victim" '{{.RestartCount}}') times"
 
@@ -82,6 +87,8 @@ for service in "${services[@]}"; do
   done
 done
 
+! compose logs --no-color 2>/dev/null | grep '"broker denied"' || fail "a role lacks a permission"
+
 head=$(cli policy ls "$run" --limit 1) || fail "the versions cannot be listed"
 echo "$head"
 grep -q "version $steps " <<<"$head " || fail "the head is not version $steps: $head"
@@ -92,6 +99,6 @@ grep -q 'dead letters  0' <<<"$status" || fail "something was dead-lettered"
 # The learner's state and the mirrored policy are on the volume.
 "$docker" run --rm -v "${COMPOSE_PROJECT_NAME}_runs:/runs:ro" "$DRIFTLINE_IMAGE" \
   find "/runs/$run" -type f -printf '%P %s\n' | sort | tee "$scratch/files"
-grep -q "$(printf 'optimizer-%08d.safetensors' "$steps")" "$scratch/files" || fail "no optimizer state of version $steps on the volume"
+grep -q "$(printf 'checkpoint-%08d-[0-9a-f]*.safetensors' "$steps")" "$scratch/files" || fail "no optimizer state of version $steps on the volume"
 [ "$(inspect "$(compose ps -q nats)" '{{.State.Status}}')" = running ] || fail "the broker did not stay up"
 echo "PASS: $steps versions with two rollout containers, one killed and restarted; every service exited 0"
