@@ -45,10 +45,12 @@ class Ledger:
 
 
 def test_an_empty_ledger_admits_one_batch_even_without_any_lag() -> None:
+    """H35 (docs/field_failures.md)."""
     assert capacity(AdmissionState(), 0, 4) == 4
 
 
 def test_every_kind_of_outcome_gives_the_place_back() -> None:
+    """H4, H30 (docs/field_failures.md)."""
     state = fold(AdmissionState(), [admitted(index) for index in range(len(Outcome))])
     assert capacity(state, 0, len(Outcome)) == 0
     state = fold(state, [outcome(index, how) for index, how in enumerate(Outcome)])
@@ -57,6 +59,7 @@ def test_every_kind_of_outcome_gives_the_place_back() -> None:
 
 
 def test_three_batches_that_all_have_zero_variance_do_not_stop_admission() -> None:
+    """H17 (docs/field_failures.md)."""
     state, batch = AdmissionState(), 8
     for start in range(0, 3 * batch, batch):
         state = fold(state, [admitted(index) for index in range(start, start + batch)])
@@ -66,6 +69,7 @@ def test_three_batches_that_all_have_zero_variance_do_not_stop_admission() -> No
 
 
 def test_fifty_dropped_groups_leave_nothing_in_flight() -> None:
+    """H28, H4 (docs/field_failures.md)."""
     events: list[LedgerEvent] = []
     for index in range(50):
         events += [admitted(index), outcome(index, Outcome.STALE)]
@@ -75,6 +79,7 @@ def test_fifty_dropped_groups_leave_nothing_in_flight() -> None:
 
 
 def test_a_restart_at_a_high_version_admits_the_bound_and_not_a_burst() -> None:
+    """S2, H27 (docs/field_failures.md)."""
     ledger = Ledger()
     for index in range(1600):
         ledger.admit(index)
@@ -86,6 +91,7 @@ def test_a_restart_at_a_high_version_admits_the_bound_and_not_a_burst() -> None:
 
 
 def test_an_outcome_seen_twice_frees_one_place() -> None:
+    """H28 (docs/field_failures.md)."""
     state = fold(AdmissionState(), [admitted(0), admitted(1), outcome(0), outcome(0)])
     assert capacity(state, 0, 2) == 1
     assert state.ended == 1
@@ -140,7 +146,7 @@ def test_events_delivered_again_from_any_point_change_nothing(
 def test_dispatchers_with_old_views_never_exceed_the_bound_and_never_stop_for_good(
     max_lag: int, per_step: int, data: st.DataObject
 ) -> None:
-    """Two dispatchers, each having read some prefix of the ledger, each crashing whenever it likes."""
+    """S18, S2, H29: Two dispatchers, each having read some prefix of the ledger, each crashing whenever it likes."""
     ledger, bound = Ledger(), (max_lag + 1) * per_step
     views = [0, 0]
     for _ in range(data.draw(st.integers(1, 80))):

@@ -53,6 +53,7 @@ async def work(bus: NatsBus, until: int, seen: list[int]) -> None:
 
 
 async def test_two_dispatchers_and_restarts_use_every_number_once(tmp_path: Path) -> None:
+    """L5, L16 (docs/field_failures.md)."""
     seen: list[int] = []
     async with NatsServer(tmp_path) as server, await NatsBus.connect(server.url, name="worker") as bus:
         await bus.declare(run_topology(CONFIG))

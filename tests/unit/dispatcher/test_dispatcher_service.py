@@ -111,6 +111,7 @@ def service(bus: MemoryBus, config: Config | None = None) -> DispatcherService:
 
 
 async def test_it_admits_the_bound_and_then_waits(bus: Crashing) -> None:
+    """H29, S18 (docs/field_failures.md)."""
     async with running(service(bus)):
         groups = await queued(bus, 6)
         assert await nothing_queued(bus)
@@ -135,6 +136,7 @@ async def test_a_group_is_in_the_ledger_before_it_is_in_the_queue(bus: Crashing)
 
 @pytest.mark.parametrize("victim", range(6))
 async def test_killed_between_ledger_and_queue_loses_no_group_and_repeats_none(bus: Crashing, victim: int) -> None:
+    """L4, H4 (docs/field_failures.md)."""
     bus.die_on = lambda subject, message: isinstance(message, Group) and message.index == victim
     with pytest.raises(ExceptionGroup):
         await service(bus).run()
@@ -147,6 +149,7 @@ async def test_killed_between_ledger_and_queue_loses_no_group_and_repeats_none(b
 
 
 async def test_restarted_in_the_middle_it_continues_at_the_next_number(bus: Crashing) -> None:
+    """L5 (docs/field_failures.md)."""
     async with running(service(bus)):
         first = await queued(bus, 6)
         for group in first[:2]:
@@ -161,6 +164,7 @@ async def test_restarted_in_the_middle_it_continues_at_the_next_number(bus: Cras
 
 
 async def test_killed_over_and_over_every_number_appears_once(bus: Crashing) -> None:
+    """L5, L6 (docs/field_failures.md)."""
     seen: list[int] = []
     for crash_at in range(0, 30, 3):
         bus.die_on = lambda subject, message, at=crash_at: isinstance(message, Group) and message.index == at
@@ -178,6 +182,7 @@ async def test_killed_over_and_over_every_number_appears_once(bus: Crashing) -> 
 
 
 async def test_two_dispatchers_at_once_stay_within_the_bound(bus: Crashing) -> None:
+    """H29, S2 (docs/field_failures.md)."""
     async with running(service(bus)), running(service(bus)):
         groups = await queued(bus, 6)
         assert await nothing_queued(bus)
@@ -189,12 +194,14 @@ async def test_two_dispatchers_at_once_stay_within_the_bound(bus: Crashing) -> N
 
 
 async def test_a_full_queue_makes_it_wait_and_drops_nothing(bus: Crashing) -> None:
+    """H18, L9 (docs/field_failures.md)."""
     bus.full_for = 4
     async with running(service(bus)):
         assert [group.index for group in await queued(bus, 6)] == list(range(6))
 
 
 async def test_a_queue_that_stays_full_is_an_error_that_says_so(bus: Crashing) -> None:
+    """H18 (docs/field_failures.md)."""
     bus.full_for = 10_000
     config = Config.model_validate({"run": {"name": RUN}, "dispatcher": {"full_wait_s": 0.05}})
     with pytest.raises(ExceptionGroup) as caught:
@@ -203,6 +210,7 @@ async def test_a_queue_that_stays_full_is_an_error_that_says_so(bus: Crashing) -
 
 
 async def test_it_ends_when_the_run_is_finished(bus: Crashing) -> None:
+    """H8, H33 (docs/field_failures.md)."""
     async with running(service(bus)) as task:
         await queued(bus, 6)
         await bus.publish(SUBJECTS.finished, RunFinished(run=RUN, version=3, reason="steps"), id=f"{RUN}/finished")
@@ -211,12 +219,14 @@ async def test_it_ends_when_the_run_is_finished(bus: Crashing) -> None:
 
 
 async def test_tasks_are_the_same_after_a_restart(bus: Crashing) -> None:
+    """L5 (docs/field_failures.md)."""
     async with running(service(bus)):
         first = await queued(bus, 6)
     assert [group.task.id for group in first] == [f"0-{index}" for index in range(6)]
 
 
 async def test_a_task_source_that_raises_ends_the_service_with_the_cause(bus: Crashing) -> None:
+    """H20, H3 (docs/field_failures.md)."""
     class Broken:
         def task(self, index: int, seed: int) -> Task:
             raise ValueError("no such family")

@@ -84,6 +84,7 @@ def test_heldout_tasks_are_fixed_and_share_no_question_with_training() -> None:
 
 
 async def test_the_first_the_multiples_and_the_last_are_measured(bus: MemoryBus, blobs: MemoryBlobs) -> None:
+    """H10 (docs/field_failures.md)."""
     await publish(bus, blobs, range(1))
     async with running(EvaluatorService(bus, blobs, CONFIG)) as task:
         await beside(task, results(bus, 1))
@@ -102,6 +103,7 @@ async def test_the_first_the_multiples_and_the_last_are_measured(bus: MemoryBus,
 
 
 async def test_a_run_that_ended_before_anything_was_measured_has_its_first_and_last_measured(bus: MemoryBus, blobs: MemoryBlobs) -> None:
+    """H10, H8 (docs/field_failures.md)."""
     await publish(bus, blobs, range(4))
     await finish(bus, RUN, 3)
     async with running(EvaluatorService(bus, blobs, CONFIG)) as task:
@@ -110,6 +112,7 @@ async def test_a_run_that_ended_before_anything_was_measured_has_its_first_and_l
 
 
 async def test_a_restarted_evaluator_goes_on_after_what_was_measured(bus: MemoryBus, blobs: MemoryBlobs) -> None:
+    """H10 (docs/field_failures.md)."""
     await publish(bus, blobs, range(1))
     async with running(EvaluatorService(bus, blobs, CONFIG)) as task:
         await beside(task, results(bus, 1))

@@ -88,6 +88,7 @@ BAD = {
 
 
 async def test_every_way_to_fail_fails_one_member_and_the_pool_recovers(spec: str) -> None:
+    """H34, L14 (docs/field_failures.md)."""
     task = task_of(spec)
     completions = [text for bad in BAD for text in (bad, "ok:")]
     async with GraderPool([spec], workers=2, deadline_s=2.0, memory_mb=256) as pool:
@@ -115,7 +116,7 @@ async def test_rewards_that_sleep_run_at_once_in_every_worker_and_never_in_more(
 
 
 async def test_the_event_loop_goes_on_while_a_reward_hangs(spec: str) -> None:
-    """R3: a reward that blocks must not block the loop that awaits it."""
+    """H11, H24: R3: a reward that blocks must not block the loop that awaits it."""
     task = task_of(spec)
     async with GraderPool([spec], workers=1, deadline_s=1.0) as pool:
         hanging = asyncio.create_task(pool.grade(task, "hang"))
@@ -159,6 +160,7 @@ async def test_a_worker_killed_while_idle_costs_no_member(spec: str) -> None:
 
 
 async def test_a_cancelled_grading_does_not_answer_the_next_item(spec: str) -> None:
+    """H24 (docs/field_failures.md)."""
     task = task_of(spec)
     async with GraderPool([spec], workers=1, deadline_s=60.0) as pool:
         cancelled = asyncio.create_task(pool.grade(task, "hang"))
@@ -170,6 +172,7 @@ async def test_a_cancelled_grading_does_not_answer_the_next_item(spec: str) -> N
 
 
 async def test_a_source_that_does_not_load_stops_the_pool_before_any_work(tmp_path: Path) -> None:
+    """H3 (docs/field_failures.md)."""
     (tmp_path / "broken.py").write_text("1/0\n")
     with pytest.raises(ConfigError, match="ZeroDivisionError"):
         async with GraderPool([f"python:{tmp_path / 'broken.py'}"], workers=2):

@@ -133,6 +133,7 @@ async def test_every_trajectory_is_graded_once_and_the_run_ends_with_an_empty_qu
 
 
 async def test_a_lost_ack_grades_again_and_publishes_once(memory_bus: MemoryBus, fresh_run: str, spec: str) -> None:
+    """L1, L8 (docs/field_failures.md)."""
     await memory_bus.declare(topology(fresh_run))
     faulty = Faulty(memory_bus)
     acks = 0
@@ -164,6 +165,7 @@ async def test_a_lost_ack_grades_again_and_publishes_once(memory_bus: MemoryBus,
 
 
 async def test_a_slow_reward_keeps_its_lease_and_is_delivered_once(memory_bus: MemoryBus, fresh_run: str, spec: str) -> None:
+    """L8 (docs/field_failures.md)."""
     await memory_bus.declare(topology(fresh_run))
     await publish(memory_bus, fresh_run, spec, ["sleep1", "sleep1"])
     await finish(memory_bus, fresh_run)
@@ -176,6 +178,7 @@ async def test_a_slow_reward_keeps_its_lease_and_is_delivered_once(memory_bus: M
 
 
 async def test_a_full_stream_is_waited_for_and_loses_nothing(memory_bus: MemoryBus, fresh_run: str, spec: str) -> None:
+    """L9 (docs/field_failures.md)."""
     await memory_bus.declare(topology(fresh_run))
     faulty = Faulty(memory_bus)
     refusals = 0
@@ -203,6 +206,7 @@ async def test_a_full_stream_is_waited_for_and_loses_nothing(memory_bus: MemoryB
 async def test_a_stream_that_stays_full_does_not_keep_the_grader_alive(
     memory_bus: MemoryBus, fresh_run: str, spec: str, ends: str
 ) -> None:
+    """H18 (docs/field_failures.md)."""
     await memory_bus.declare(topology(fresh_run))
     faulty = Faulty(memory_bus)
     refused = asyncio.Event()
@@ -229,6 +233,7 @@ async def test_a_stream_that_stays_full_does_not_keep_the_grader_alive(
 async def test_something_that_is_no_trajectory_is_dead_lettered_and_the_rest_goes_on(
     memory_bus: MemoryBus, fresh_run: str, spec: str
 ) -> None:
+    """L20 (docs/field_failures.md)."""
     await memory_bus.declare(topology(fresh_run))
     group = Group(run=fresh_run, group="g0", index=0, task=load_source(spec).task(0, 0), members=1)
     await memory_bus.publish(Subjects(fresh_run).trajectory("g0"), group, id="wrong")
@@ -244,6 +249,7 @@ async def test_something_that_is_no_trajectory_is_dead_lettered_and_the_rest_goe
 
 
 async def test_no_more_than_max_in_flight_are_held(memory_bus: MemoryBus, fresh_run: str, spec: str) -> None:
+    """H29 (docs/field_failures.md)."""
     await memory_bus.declare(topology(fresh_run))
     faulty = Faulty(memory_bus)
     held = 0
@@ -276,6 +282,7 @@ async def test_no_more_than_max_in_flight_are_held(memory_bus: MemoryBus, fresh_
 
 
 async def test_draining_finishes_what_is_in_hand_and_leaves_the_rest(memory_bus: MemoryBus, fresh_run: str, spec: str) -> None:
+    """H33 (docs/field_failures.md)."""
     await memory_bus.declare(topology(fresh_run))
     faulty = Faulty(memory_bus)
     await publish(memory_bus, fresh_run, spec, ["ok", "ok", "ok"])

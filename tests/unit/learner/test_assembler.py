@@ -102,6 +102,7 @@ def test_the_oldest_groups_are_trained_first() -> None:
 def test_the_bound_is_strict_and_judged_on_the_oldest_token(
     versions: list[int], head: int, max_lag: int, allowed: bool
 ) -> None:
+    """S1, S10 (docs/field_failures.md)."""
     made = filled([0], versions=versions, max_lag=max_lag)
     batch = made.next_batch(head)
     assert (batch is not None) == allowed
@@ -112,6 +113,7 @@ def test_the_bound_is_strict_and_judged_on_the_oldest_token(
 
 
 def test_one_old_member_makes_its_group_stale() -> None:
+    """S1, S10 (docs/field_failures.md)."""
     made = assembler(max_lag=1)
     made.admit(group(0), at=0.0)
     made.arrive(graded(0, 0, 0.0, [5]))
@@ -122,6 +124,7 @@ def test_one_old_member_makes_its_group_stale() -> None:
 
 
 def test_a_group_fresh_when_complete_goes_stale_waiting_in_the_queue() -> None:
+    """S8, S17 (docs/field_failures.md)."""
     made = filled([0], groups_per_step=2, max_lag=2)
     for head in range(3):
         assert made.sweep(head, now=0.0) == []
@@ -160,6 +163,7 @@ def test_a_group_from_a_head_not_seen_here_waits() -> None:
 
 @pytest.mark.parametrize("reward", [0.0, 0.7, 0.1])
 def test_equal_rewards_end_at_once_and_never_enter_a_batch(reward: float) -> None:
+    """H17 (docs/field_failures.md)."""
     made = assembler()
     made.admit(group(0, members=3), at=0.0)
     for member in range(3):
@@ -172,6 +176,7 @@ def test_equal_rewards_end_at_once_and_never_enter_a_batch(reward: float) -> Non
 
 
 def test_an_aborted_member_counts_as_failed() -> None:
+    """H25, L17 (docs/field_failures.md)."""
     made = assembler()
     made.admit(group(0), at=0.0)
     made.arrive(graded(0, 0, 1.0))
@@ -182,6 +187,7 @@ def test_an_aborted_member_counts_as_failed() -> None:
 
 
 def test_too_few_gradings_fail_the_group_with_their_cause() -> None:
+    """H25 (docs/field_failures.md)."""
     made = assembler()
     made.admit(group(0), at=0.0)
     made.arrive(graded(0, 0, None))
@@ -203,6 +209,7 @@ def test_members_before_their_admission_are_held() -> None:
 
 
 def test_a_held_member_that_contradicts_its_group_is_let_go_at_admission() -> None:
+    """L20 (docs/field_failures.md)."""
     made = assembler()
     made.arrive(graded(0, 3, 1.0, members=4))
     made.admit(group(0, members=2), at=0.0)
@@ -223,6 +230,7 @@ def test_a_member_of_no_group_of_ours_is_unknown(change: dict[str, Any]) -> None
 
 
 def test_of_two_samples_of_one_member_the_first_wins() -> None:
+    """L8 (docs/field_failures.md)."""
     made = assembler()
     made.admit(group(0), at=0.0)
     first = graded(0, 0, 1.0, token=5)
@@ -236,6 +244,7 @@ def test_of_two_samples_of_one_member_the_first_wins() -> None:
 
 
 def test_a_straggler_ends_its_group_at_the_deadline() -> None:
+    """H1 (docs/field_failures.md)."""
     made = assembler()
     made.admit(group(0, members=8, deadline_s=10.0), at=5.0)
     for member in range(8):
@@ -257,6 +266,7 @@ def test_a_complete_group_does_not_expire() -> None:
 
 
 def test_a_learner_that_was_away_does_not_expire_what_it_is_about_to_receive() -> None:
+    """L4 (docs/field_failures.md)."""
     made = assembler(started_at=1000.0)
     made.admit(group(0, deadline_s=10.0), at=5.0)
     assert made.expire(1000.0) == []
@@ -306,7 +316,7 @@ def test_outcomes_in_the_ledger_are_final() -> None:
 
 
 def test_what_a_manifest_names_is_never_trained_on_again() -> None:
-    """Killed between manifest and outcomes: the groups are admitted, have no outcome, and their members come again."""
+    """L1: Killed between manifest and outcomes: the groups are admitted, have no outcome, and their members come again."""
     made = filled([0, 1])
     made.ended(OutcomeEvent(run=RUN, group="g00000001", outcome=Outcome.TRAINED, version=4))
     named = [f"r/g{i:08d}/{m}" for i in (1, 0) for m in (0, 1)]

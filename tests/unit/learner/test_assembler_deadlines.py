@@ -32,6 +32,7 @@ def retrying(members: dict[int, float | None], **limits: Any) -> Assembler:
 
 
 def test_a_partial_group_is_trained_on_what_arrived_and_says_what_did_not() -> None:
+    """L14, H1 (docs/field_failures.md)."""
     made = partial({0: 0.0, 3: 1.0})
     assert made.expire(9.9, head=0) == []
     assert made.next_batch(0) is None
@@ -96,6 +97,7 @@ def test_by_default_a_partly_complete_group_expires() -> None:
 
 
 def test_a_retried_group_is_queued_again_with_its_missing_members_and_a_deadline_from_then() -> None:
+    """H19 (docs/field_failures.md)."""
     made = retrying({0: 0.0, 2: 1.0})
     assert made.retries(9.9) == []
     [event] = made.retries(12.0)

@@ -224,6 +224,7 @@ def run_through(events: list[Group | Graded]) -> tuple[list[list[str]], dict[str
 @given(streams(), st.randoms(use_true_random=False), st.data())
 @settings(max_examples=60, deadline=None)
 def test_neither_order_nor_repetition_of_arrivals_changes_a_batch(stream: list[Graded], random: Any, data: Any) -> None:
+    """L1, L8 (docs/field_failures.md)."""
     ordered: list[Group | Graded] = [*(group(i) for i in range(4)), *stream]
     again = data.draw(st.lists(st.sampled_from(range(len(ordered))), max_size=8))
     shuffled = ordered + [ordered[i] for i in again]

@@ -34,6 +34,7 @@ SEEDS = st.integers(0, 2**32)
 @given(worlds(), SEEDS)
 @settings(max_examples=30, deadline=None)
 def test_who_waits_never_drops_a_group_and_never_stops(world: World, seed: int) -> None:
+    """S17, S15 (docs/field_failures.md)."""
     simulation = Simulation(world, Random(seed))
     simulation.run(STEPS)
     assert simulation.count(Outcome.STALE) == 0
@@ -64,6 +65,7 @@ def test_waiting_ends_at_the_deadline_of_members_that_never_come(
 @given(worlds(), SEEDS, st.integers(1, 7))
 @settings(max_examples=30, deadline=None)
 def test_a_learner_that_restarts_keeps_every_group_in_time(world: World, seed: int, at: int) -> None:
+    """H6 (docs/field_failures.md)."""
     simulation = Simulation(world, Random(seed))
     for stop in (at, at + 1):
         simulation.run(stop)
@@ -73,6 +75,7 @@ def test_a_learner_that_restarts_keeps_every_group_in_time(world: World, seed: i
 
 
 def test_a_heavy_tail_makes_who_drops_lose_the_long_samples_that_who_waits_trains_on() -> None:
+    """S15 (docs/field_failures.md)."""
     world = World(groups_per_step=4, max_lag=1, tail=0.8, step_s=0.1)
     waits, drops = Simulation(world, Random(5)), Simulation(replace(world, stale_policy=StalePolicy.DROP), Random(5))
     for simulation in (waits, drops):
@@ -83,6 +86,7 @@ def test_a_heavy_tail_makes_who_drops_lose_the_long_samples_that_who_waits_train
 
 @pytest.mark.parametrize("policy", list(StalePolicy))
 def test_a_synchronous_run_trains_whole_windows(policy: StalePolicy) -> None:
+    """H35 (docs/field_failures.md)."""
     simulation = Simulation(World(groups_per_step=3, max_lag=0, tail=0.6, equal=0.3, stale_policy=policy), Random(3))
     simulation.run(20)
     assert all(batch.lag == 0 for batch in simulation.batches)
@@ -229,6 +233,7 @@ def test_who_drops_takes_what_is_complete() -> None:
 
 
 def test_a_straggler_is_waited_for_until_its_deadline() -> None:
+    """H1 (docs/field_failures.md)."""
     made = assembler(max_lag=1)
     for index in range(2):
         made.admit(group(index, deadline_s=10.0), at=0.0)

@@ -84,6 +84,7 @@ async def test_version_zero_is_the_starting_checkpoint(bus: MemoryBus, blobs: Me
 async def test_a_version_names_what_it_consumed_in_order_and_its_groups_end_once(
     bus: MemoryBus, blobs: MemoryBlobs, tmp_path: Path
 ) -> None:
+    """H7 (docs/field_failures.md)."""
     members = pair(0)
     async with running(learner(bus, blobs, tmp_path)) as task:
         await beside(task, head_at(bus, blobs, RUN, 0))
@@ -150,6 +151,7 @@ async def test_stale_failed_and_equal_groups_end_once_and_are_never_trained(
 
 
 async def test_a_batch_never_holds_a_member_beyond_the_bound(bus: MemoryBus, blobs: MemoryBlobs, tmp_path: Path, lags: list[int]) -> None:
+    """S1, S8 (docs/field_failures.md)."""
     async with running(learner(bus, blobs, tmp_path)) as task:
         for step in range(2):
             await feed(bus, step)
@@ -167,6 +169,7 @@ async def test_a_batch_never_holds_a_member_beyond_the_bound(bus: MemoryBus, blo
 async def test_the_run_is_finished_at_its_last_step_and_open_groups_are_cancelled(
     bus: MemoryBus, blobs: MemoryBlobs, tmp_path: Path
 ) -> None:
+    """H8 (docs/field_failures.md)."""
     config = tiny(RUN, run={"steps": 1})
     await admit(bus, groups_of(config, range(4)))
     await grade(bus, pair(0))
@@ -200,6 +203,7 @@ async def test_a_run_out_of_time_is_finished_with_its_groups_cancelled(bus: Memo
 async def test_a_learner_restarted_in_the_middle_makes_the_versions_it_would_have_made(
     bus: MemoryBus, blobs: MemoryBlobs, tmp_path: Path
 ) -> None:
+    """H6, L3 (docs/field_failures.md)."""
     digests: dict[str, list[str]] = {}
     for name, lives in (("whole", [range(3)]), ("broken", [range(2), range(2, 3)])):
         config = tiny(name)
@@ -225,6 +229,7 @@ def short_leases(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_learner_that_dies_during_a_commit_trains_nothing_twice(
     bus: MemoryBus, blobs: MemoryBlobs, tmp_path: Path, at: str, version: int
 ) -> None:
+    """L1, L4 (docs/field_failures.md)."""
     async with running(learner(bus, blobs, tmp_path)) as task:
         await beside(task, head_at(bus, blobs, RUN, 0))
     async with running(learner(Cut(bus, at), blobs, tmp_path)) as task:
@@ -245,6 +250,7 @@ async def test_a_learner_that_dies_during_a_commit_trains_nothing_twice(
 
 
 async def test_a_second_learner_on_the_run_stops_the_one_that_lost(bus: MemoryBus, blobs: MemoryBlobs, tmp_path: Path) -> None:
+    """L20, L1 (docs/field_failures.md)."""
     async with running(learner(bus, blobs, tmp_path)) as task:
         await beside(task, head_at(bus, blobs, RUN, 0))
         await publish_version(bus, blobs, RUN, 1)
@@ -316,6 +322,7 @@ async def test_a_group_past_its_deadline_is_expired_without_any_arrival(bus: Mem
 
 
 async def test_what_is_not_a_graded_trajectory_is_dead_lettered(bus: MemoryBus, blobs: MemoryBlobs, tmp_path: Path) -> None:
+    """L20 (docs/field_failures.md)."""
     async with running(learner(bus, blobs, tmp_path)):
         event = OutcomeEvent(run=RUN, group="g0", outcome=Outcome.FAILED)
         await bus.publish(SUBJECTS.graded("g0"), event, id="odd")

@@ -187,6 +187,7 @@ async def test_a_learner_that_was_replaced_stops_and_its_successor_finishes_the_
 
 
 async def test_a_learner_that_wakes_up_late_cannot_move_the_head(bus: MemoryBus) -> None:
+    """L20 (docs/field_failures.md)."""
     blobs = MemoryBlobs()
     late, successor = PolicyWriter(bus, blobs, RUN), PolicyWriter(bus, blobs, RUN)
     await late.resume(fence="1")
@@ -201,6 +202,7 @@ async def test_a_learner_that_wakes_up_late_cannot_move_the_head(bus: MemoryBus)
 
 
 async def test_a_learner_that_wakes_up_late_cannot_end_a_group_that_is_being_trained_on(bus: MemoryBus) -> None:
+    """L20 (docs/field_failures.md)."""
     group = groups_of(CONFIG, [0])[0]
     await admit(bus, [group])
     late, successor = (LedgerPen(bus, RUN, full_wait_s=5.0) for _ in range(2))

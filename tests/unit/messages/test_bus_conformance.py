@@ -82,6 +82,7 @@ async def test_a_message_arrives_as_it_was_published(bus: Bus, fresh_run: str) -
 
 
 async def test_the_same_id_is_stored_once(bus: Bus, fresh_run: str) -> None:
+    """L1 (docs/field_failures.md)."""
     topology, root = await declared(bus, fresh_run)
     first = await bus.publish(f"{root}.work.a", group(fresh_run), id="a")
     again = await bus.publish(f"{root}.work.a", group(fresh_run), id="a")
@@ -100,6 +101,7 @@ async def test_the_same_id_after_its_acknowledgement_is_still_a_duplicate(bus: B
 
 
 async def test_compare_and_set_refuses_all_but_the_expected_last(bus: Bus, fresh_run: str) -> None:
+    """L20 (docs/field_failures.md)."""
     _, root = await declared(bus, fresh_run)
     head = f"{root}.log.head"
     first = await bus.publish(head, note(fresh_run, "0"), id="0", expect_last=0)
@@ -132,6 +134,7 @@ async def test_of_two_writers_one_wins(bus: Bus, fresh_run: str) -> None:
 
 
 async def test_a_full_queue_refuses_and_takes_again_after_an_acknowledgement(bus: Bus, fresh_run: str) -> None:
+    """L9, L10 (docs/field_failures.md)."""
     topology, root = await declared(bus, fresh_run, work_bytes=300_000)
     results = [
         await asyncio.gather(
@@ -146,6 +149,7 @@ async def test_a_full_queue_refuses_and_takes_again_after_an_acknowledgement(bus
 
 
 async def test_telemetry_drops_the_oldest(bus: Bus, fresh_run: str) -> None:
+    """L10 (docs/field_failures.md)."""
     topology, root = await declared(bus, fresh_run)
     for i in range(5):
         await bus.publish(f"{root}.telemetry.a", note(fresh_run, str(i)), id=str(i))
@@ -154,6 +158,7 @@ async def test_telemetry_drops_the_oldest(bus: Bus, fresh_run: str) -> None:
 
 
 async def test_unacknowledged_work_is_delivered_again(bus: Bus, fresh_run: str) -> None:
+    """L12, H19 (docs/field_failures.md)."""
     topology, root = await declared(bus, fresh_run, ack_wait_s=0.3)
     await bus.publish(f"{root}.work.a", group(fresh_run), id="a")
     first = await one(bus, topology)
@@ -190,6 +195,7 @@ async def test_a_renewed_lease_keeps_the_work(bus: Bus, fresh_run: str) -> None:
 
 
 async def test_work_delivered_too_often_becomes_a_dead_letter(bus: Bus, fresh_run: str) -> None:
+    """H19 (docs/field_failures.md)."""
     topology, root = await declared(bus, fresh_run, max_deliver=2)
     await bus.publish(f"{root}.work.a", group(fresh_run), id="a")
     for expected in (1, 2):

@@ -110,6 +110,7 @@ async def test_messages_survive_a_restart_and_everything_goes_on(server: NatsSer
 
 
 async def test_a_publish_in_an_outage_is_stored_once(server: NatsServer, bus: NatsBus) -> None:
+    """L1 (docs/field_failures.md)."""
     made, root = await declared(bus, "r")
     await server.stop()
     waiting = [asyncio.create_task(bus.publish(f"{root}.work.a", group("r", f"g{i}"), id=f"{i}")) for i in range(8)]
@@ -132,6 +133,7 @@ async def test_a_pull_waits_out_a_restart(server: NatsServer, bus: NatsBus) -> N
 async def test_publishes_pulls_and_follow_stay_exact_through_repeated_kills(
     server: NatsServer, bus: NatsBus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """L12, L1 (docs/field_failures.md)."""
     monkeypatch.setattr("driftline.messages.nats_bus.ACK_S", 1.0)
     made, root = await declared(bus, "r", ack_wait_s=2)
     follower = Follower(bus, made.stream("LOG"), f"{root}.log.>")
@@ -164,6 +166,7 @@ async def test_publishes_pulls_and_follow_stay_exact_through_repeated_kills(
 async def test_a_hung_broker_is_an_error_within_the_deadline_and_heals(
     server: NatsServer, bus: NatsBus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """H12 (docs/field_failures.md)."""
     monkeypatch.setattr("driftline.messages.nats_bus.PUBLISH_S", 1.0)
     made, root = await declared(bus, "r")
     assert server.pid is not None

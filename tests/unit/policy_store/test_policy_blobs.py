@@ -60,6 +60,7 @@ async def test_damage_in_the_store_is_found(tmp_path: Path, kind: str, damage: s
 async def test_a_crash_while_writing_a_file_leaves_no_blob_of_that_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
+    """L6 (docs/field_failures.md)."""
     store = DirectoryBlobs(tmp_path)
 
     def crash(*_: object) -> None:
@@ -77,6 +78,7 @@ async def test_a_crash_while_writing_a_file_leaves_no_blob_of_that_name(
 async def test_the_bytes_are_synced_before_the_name_and_the_directory_after(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """L6 (docs/field_failures.md)."""
     steps: list[str] = []
     fsync, replace = os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda handle: (steps.append("fsync"), fsync(handle)))

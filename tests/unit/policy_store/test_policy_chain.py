@@ -77,6 +77,7 @@ async def test_fulls_come_periodically_and_a_follower_steps_over_them(
 async def test_advancing_far_takes_a_full_when_that_is_cheaper(
     quick_bus: MemoryBus, quick_blobs: MemoryBlobs, fresh_run: str
 ) -> None:
+    """H13 (docs/field_failures.md)."""
     policy = Policy(elements=200_000)
     writer = PolicyWriter(quick_bus, quick_blobs, fresh_run, 8)
     await writer.resume()
@@ -122,6 +123,7 @@ async def test_a_state_of_no_tensors_is_refused(quick_bus: MemoryBus, quick_blob
 async def test_a_wrong_base_is_refused_and_emptied_or_replaced_from_a_full(
     bus: Bus, fresh_run: str, policy: Policy
 ) -> None:
+    """W1, W2 (docs/field_failures.md)."""
     blobs = MemoryBlobs()
     _, states = await publish_chain(bus, blobs, fresh_run, policy, 3)
     reader = PolicyReader(bus, blobs, fresh_run)
@@ -141,6 +143,7 @@ async def test_a_wrong_base_is_refused_and_emptied_or_replaced_from_a_full(
 async def test_a_delta_is_never_applied_twice(
     quick_bus: MemoryBus, quick_blobs: MemoryBlobs, fresh_run: str, policy: Policy
 ) -> None:
+    """W2 (docs/field_failures.md)."""
     _, states = await publish_chain(quick_bus, quick_blobs, fresh_run, policy, 3)
     reader = PolicyReader(quick_bus, quick_blobs, fresh_run)
     with pytest.raises(IntegrityError, match="base has another digest"):
@@ -223,6 +226,7 @@ async def test_damage_below_the_blob_digest_is_found_by_the_shard_digest(
 async def test_a_missing_blob_is_named_when_no_path_is_left(
     bus: Bus, blobs: BlobStore, fresh_run: str, small_policy: Policy
 ) -> None:
+    """W3 (docs/field_failures.md)."""
     await publish_chain(bus, blobs, fresh_run, small_policy, 2, full_every=10)
     reader = PolicyReader(bus, blobs, fresh_run)
     full = (await reader.manifest(0)).full
@@ -314,6 +318,7 @@ async def test_a_manifest_under_another_seal_is_refused(
 
 
 async def test_an_unreadable_head_fails_closed(bus: Bus, fresh_run: str, small_policy: Policy) -> None:
+    """W9 (docs/field_failures.md)."""
     blobs = MemoryBlobs()
     await publish_chain(bus, blobs, fresh_run, small_policy, 2)
     head = Subjects(fresh_run).head
@@ -419,6 +424,7 @@ class Crashing:
 async def test_a_crash_between_any_two_steps_leaves_one_whole_version_and_a_writer_that_goes_on(
     quick_bus: MemoryBus, quick_blobs: MemoryBlobs, fresh_run: str, small_policy: Policy, at: int, what: str, before: bool
 ) -> None:
+    """L6, H6 (docs/field_failures.md)."""
     await publish_chain(quick_bus, quick_blobs, fresh_run, small_policy, 3, full_every=3)
     old = copy_of(small_policy.state)
     faulty = Crashing(quick_bus, quick_blobs, 0, before)
@@ -468,6 +474,7 @@ async def test_no_answer_for_the_head_stops_the_writer_until_it_resumes(
 async def test_a_refused_blob_leaves_the_writer_ready_to_try_again(
     quick_bus: MemoryBus, quick_blobs: MemoryBlobs, fresh_run: str, small_policy: Policy
 ) -> None:
+    """W1 (docs/field_failures.md)."""
     faulty = Crashing(quick_bus, quick_blobs, 0, True, BrokerUnavailable)
     writer = PolicyWriter(faulty, faulty, fresh_run, 100)  # type: ignore[arg-type]
     await writer.resume()
@@ -507,6 +514,7 @@ async def test_a_damaged_base_in_the_writer_is_found_before_it_is_published(
 async def test_cancelling_an_advance_poisons_the_state_and_leaves_no_thread_writing(
     quick_bus: MemoryBus, fresh_run: str, policy: Policy
 ) -> None:
+    """W2 (docs/field_failures.md)."""
     class Stuck(MemoryBlobs):
         asked: asyncio.Event | None = None
 
@@ -531,6 +539,7 @@ async def test_cancelling_an_advance_poisons_the_state_and_leaves_no_thread_writ
 async def test_a_blob_store_that_never_answers_is_an_outage_and_not_a_hang(
     quick_bus: MemoryBus, fresh_run: str, small_policy: Policy
 ) -> None:
+    """H12 (docs/field_failures.md)."""
     class Silent(MemoryBlobs):
         silent = False
 
@@ -547,6 +556,7 @@ async def test_a_blob_store_that_never_answers_is_an_outage_and_not_a_hang(
 
 
 async def test_a_watcher_sees_the_newest_head_and_each_later_one(bus: Bus, fresh_run: str, small_policy: Policy) -> None:
+    """H13, S20 (docs/field_failures.md)."""
     blobs = MemoryBlobs()
     writer, _ = await publish_chain(bus, blobs, fresh_run, small_policy, 2)
     seen: list[int] = []
@@ -562,6 +572,7 @@ async def test_a_watcher_sees_the_newest_head_and_each_later_one(bus: Bus, fresh
 async def test_a_watcher_without_pushes_still_learns_of_a_head(
     quick_bus: MemoryBus, quick_blobs: MemoryBlobs, fresh_run: str, small_policy: Policy
 ) -> None:
+    """H6 (docs/field_failures.md)."""
     class Deaf:
         def __getattr__(self, name: str) -> object:
             return getattr(quick_bus, name)

@@ -61,6 +61,7 @@ def chain(known: dict[str, Version], target: Link) -> list[Version]:
 @given(histories())
 @settings(max_examples=500, deadline=None)
 def test_what_is_kept_can_still_be_made(history: tuple[dict[str, Version], Link, int, list[Link]]) -> None:
+    """W3, W5 (docs/field_failures.md)."""
     known, head, keep_versions, pinned = history
     chosen = plan(known, head, keep_versions, pinned)
     gone_blobs = {blob for version in chosen.delete for blob in version.blobs}
@@ -108,6 +109,7 @@ def test_a_shared_blob_outlives_the_version_that_goes() -> None:
 
 @pytest.mark.parametrize("unknown", [10, 9])
 def test_nothing_goes_on_partial_knowledge(unknown: int) -> None:
+    """W3 (docs/field_failures.md)."""
     known = {seal(v): made(v, link(v - 1) if v else None, v == 0) for v in range(11)}
     del known[seal(unknown)]
     assert plan(known, link(10), 1) == Plan(frozenset(known), (), "the chain of version 10 is not known to its full")
@@ -116,6 +118,7 @@ def test_nothing_goes_on_partial_knowledge(unknown: int) -> None:
 async def test_after_collection_every_kept_and_pinned_version_is_read_back(
     bus: Bus, blobs: BlobStore, fresh_run: str
 ) -> None:
+    """W5 (docs/field_failures.md)."""
     _, states = await publish_chain(bus, blobs, fresh_run, Policy(elements=3_000), 12, full_every=4)
     reader = PolicyReader(bus, blobs, fresh_run)
     held = await pin(bus, reader, 2, "evaluator")

@@ -36,6 +36,7 @@ def test_reported_logprobs_are_those_of_a_full_forward() -> None:
 
 
 def test_a_trajectory_is_well_formed_and_survives_the_wire() -> None:
+    """L19, S5 (docs/field_failures.md)."""
     done = sampled([group(0), group(1, prompt="é漢🙂")], record_routes=True)
     for (name, member), t in done.items():
         assert t.prompt_tokens == len(t.tokens) - int(t.action_mask.sum())
@@ -66,6 +67,7 @@ def test_tokens_do_not_depend_on_the_batch_the_order_or_the_limit() -> None:
 
 
 def test_a_redelivered_member_samples_the_same_tokens() -> None:
+    """L8 (docs/field_failures.md)."""
     whole = sampled([group(3, members=4)], dtype=torch.float64)
     engine = Engine(policy(dtype=torch.float64), version=0)
     engine.submit(group(5))
@@ -77,6 +79,7 @@ def test_a_redelivered_member_samples_the_same_tokens() -> None:
 
 
 def test_members_groups_and_seeds_sample_differently() -> None:
+    """L16 (docs/field_failures.md)."""
     prompt = "the same question"
     done = sampled([group(0, members=8, prompt=prompt), group(1, members=8, prompt=prompt)])
     other_seed = sampled([group(0, members=8, prompt=prompt, seed=8)])
@@ -117,6 +120,7 @@ def test_groups_enter_whole_in_order_and_within_the_limit() -> None:
 
 
 def test_a_version_that_arrives_midway_stamps_the_tokens_it_makes() -> None:
+    """S4 (docs/field_failures.md)."""
     engine = Engine(policy(0, stops=False), version=4)
     engine.submit(group(0, members=4, max_tokens=10))
     for _ in range(4):
@@ -133,7 +137,7 @@ def test_a_version_that_arrives_midway_stamps_the_tokens_it_makes() -> None:
 
 
 def test_rows_in_flight_go_on_with_their_caches_and_the_new_weights() -> None:
-    """Kept caches under new weights: one more token equals a decode by hand with the same mixture."""
+    """H21, S7, S19: Kept caches under new weights: one more token equals a decode by hand with the same mixture."""
     engine = Engine(policy(0, stops=False), version=0)
     engine.submit(group(0, members=2, max_tokens=8))
     engine.step()
@@ -152,6 +156,7 @@ def test_rows_in_flight_go_on_with_their_caches_and_the_new_weights() -> None:
 
 
 def test_recomputing_rebuilds_the_caches_of_running_rows_under_the_new_weights() -> None:
+    """S19 (docs/field_failures.md)."""
     engine = Engine(policy(0, stops=False), version=0)
     engine.submit(group(0, members=2, max_tokens=8))
     engine.submit(group(1, members=2, max_tokens=8))
@@ -270,6 +275,7 @@ def test_greedy_decoding_takes_the_most_probable_token_and_reports_its_probabili
 
 
 def test_weights_that_do_not_fit_are_refused_and_the_engine_goes_on_with_the_old_ones() -> None:
+    """H12 (docs/field_failures.md)."""
     engine = Engine(policy(), version=0)
     engine.submit(group(0))
     engine.step()

@@ -67,6 +67,7 @@ async def test_all_members_are_stored_then_the_group_is_acknowledged(bus: Memory
 
 
 async def test_a_group_queued_after_a_version_is_sampled_by_it(bus: MemoryBus, blobs: MemoryBlobs) -> None:
+    """H27, S13 (docs/field_failures.md)."""
     async with running(RolloutService(bus, blobs, CONFIG)):
         for version in range(5):
             if version:
@@ -79,6 +80,7 @@ async def test_a_group_queued_after_a_version_is_sampled_by_it(bus: MemoryBus, b
 async def test_a_group_taken_during_a_step_waits_for_the_version_that_came_before_it(
     bus: MemoryBus, blobs: MemoryBlobs, gate: Gate, policy_update: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """S7 (docs/field_failures.md)."""
     monkeypatch.setattr(rollout_service, "SLICE_S", WAIT_S)  # the slice goes on after the gate, to the end of what the engine has
     config = tiny("rolling", rollout={"policy_update": policy_update})
     early, late = groups_of(config, range(2))
@@ -105,6 +107,7 @@ async def test_a_group_taken_during_a_step_waits_for_the_version_that_came_befor
 
 
 async def test_a_group_delivered_twice_is_stored_once(bus: MemoryBus, blobs: MemoryBlobs) -> None:
+    """L8 (docs/field_failures.md)."""
     groups = groups_of(CONFIG, range(1))
     async with running(RolloutService(bus, blobs, CONFIG)):
         await queue(bus, groups)
@@ -116,6 +119,7 @@ async def test_a_group_delivered_twice_is_stored_once(bus: MemoryBus, blobs: Mem
 
 
 async def test_a_group_of_a_service_that_was_cancelled_is_sampled_by_the_next(bus: MemoryBus, blobs: MemoryBlobs, gate: Gate) -> None:
+    """L12, H19 (docs/field_failures.md)."""
     groups = groups_of(CONFIG, range(1))
     await queue(bus, groups)
     gate.close()
@@ -133,6 +137,7 @@ async def test_a_group_of_a_service_that_was_cancelled_is_sampled_by_the_next(bu
 
 
 async def test_draining_stores_what_is_in_hand_and_leaves_the_rest(bus: MemoryBus, blobs: MemoryBlobs, gate: Gate) -> None:
+    """H33 (docs/field_failures.md)."""
     gate.close()
     service = RolloutService(bus, blobs, CONFIG)
     async with running(service) as task:
@@ -154,12 +159,14 @@ async def test_a_drained_service_without_a_policy_returns(bus: MemoryBus) -> Non
 
 
 async def test_a_finished_run_ends_a_service_that_waits_for_a_policy(bus: MemoryBus) -> None:
+    """H8, S13 (docs/field_failures.md)."""
     async with running(RolloutService(bus, MemoryBlobs(), CONFIG)) as task:
         await finish(bus, RUN, 0)
         await task
 
 
 async def test_a_group_that_ended_elsewhere_is_not_sampled_on(bus: MemoryBus, blobs: MemoryBlobs, gate: Gate) -> None:
+    """H4 (docs/field_failures.md)."""
     group = groups_of(CONFIG, range(1))[0]
     gate.close()
     service = RolloutService(bus, blobs, CONFIG)
@@ -186,6 +193,7 @@ class Counting(MemoryBus):
 
 
 async def test_a_full_broker_makes_it_wait_and_nothing_is_lost() -> None:
+    """L9, L10 (docs/field_failures.md)."""
     config: Config = CONFIG
     topology = run_topology(config)
     name = Subjects(RUN).stream("TRAJECTORIES")

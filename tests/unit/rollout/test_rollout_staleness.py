@@ -134,6 +134,7 @@ async def test_a_version_beyond_the_bound_ends_running_groups_with_what_there_is
 
 @pytest.mark.usefixtures("never_stops")
 async def test_at_the_bound_a_group_goes_on_and_only_older_ones_end(memory_bus: MemoryBus, gate: Gate) -> None:
+    """S20 (docs/field_failures.md)."""
     config = tiny(RUN, sampling={"max_tokens": 60})
     blobs = await begun(memory_bus)
     old, new = groups_of(config, range(2))

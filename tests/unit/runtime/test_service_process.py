@@ -53,6 +53,7 @@ def ending(process: subprocess.Popen[str]) -> tuple[int, str, list[dict[str, obj
     ],
 )
 def test_a_failure_ends_the_process_with_its_code_and_cause(what: str, code: int, words: str) -> None:
+    """H16, H20 (docs/field_failures.md)."""
     with started(what) as process:
         returned, _, log = ending(process)
     assert returned == code
@@ -63,6 +64,7 @@ def test_a_failure_ends_the_process_with_its_code_and_cause(what: str, code: int
 
 
 def test_a_finished_run_ends_with_zero() -> None:
+    """H8 (docs/field_failures.md)."""
     with started("finish") as process:
         code, out, _ = ending(process)
     assert (code, out.strip()) == (0, "steps")
@@ -70,6 +72,7 @@ def test_a_finished_run_ends_with_zero() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_one_signal_drains(number: signal.Signals) -> None:
+    """H33 (docs/field_failures.md)."""
     with started("drain") as process:
         assert word(process) == "ready"
         process.send_signal(number)
@@ -86,6 +89,7 @@ def test_a_service_without_a_drain_of_its_own_is_cancelled_and_cleans_up() -> No
 
 
 def test_a_second_signal_leaves_at_once() -> None:
+    """H33 (docs/field_failures.md)."""
     with started("stubborn") as process:
         assert word(process) == "ready"
         process.send_signal(signal.SIGTERM)
@@ -96,6 +100,7 @@ def test_a_second_signal_leaves_at_once() -> None:
 
 
 def test_draining_has_a_deadline() -> None:
+    """H33 (docs/field_failures.md)."""
     with started("stubborn", "1") as process:
         assert word(process) == "ready"
         process.send_signal(signal.SIGTERM)
@@ -129,6 +134,7 @@ def test_health_and_metrics_are_served() -> None:
 
 
 def test_a_blocked_event_loop_is_measured() -> None:
+    """H11 (docs/field_failures.md)."""
     base = free_port()
     with started("blocked", str(base)) as process:
         assert word(process) == "measured"

@@ -77,6 +77,7 @@ def test_it_gives_up_exactly_when_the_window_holds_more_than_the_budget(deaths: 
 
 
 async def test_a_service_that_dies_is_started_again(tmp_path: Path) -> None:
+    """H14 (docs/field_failures.md)."""
     seen: list[Counter[str]] = []
 
     async def on_restart(restarts: Counter[str]) -> None:
@@ -94,6 +95,7 @@ async def test_a_service_that_dies_is_started_again(tmp_path: Path) -> None:
 
 
 async def test_a_service_that_always_dies_fails_with_the_tail_of_its_log(tmp_path: Path) -> None:
+    """H3, H16 (docs/field_failures.md)."""
     spec = shell("hopeless", 'echo "{\\"event\\": \\"service failed\\", \\"level\\": \\"error\\", \\"cause\\": \\"no disk\\"}"; exit 1')
     other = tmp_path / "other"
     keeper = Keeper([spec, shell("healthy", f"echo $$ > {other}; sleep 600")], tmp_path, QUICK)
@@ -120,6 +122,7 @@ async def test_a_killed_service_is_started_again_and_its_signal_named(tmp_path: 
 
 
 async def test_what_a_dead_service_left_behind_is_reaped(tmp_path: Path) -> None:
+    """H28 (docs/field_failures.md)."""
     orphan, lives = tmp_path / "orphan", tmp_path / "lives"
     script = f"sleep 600 & echo $! >> {orphan}; echo x >> {lives}; [ $(wc -l < {lives}) -ge 2 ] || kill -KILL $$; wait"
     keeper = Keeper([shell("parent", script)], tmp_path, QUICK)
@@ -132,6 +135,7 @@ async def test_what_a_dead_service_left_behind_is_reaped(tmp_path: Path) -> None
 
 
 async def test_a_service_that_refuses_to_drain_is_killed(tmp_path: Path) -> None:
+    """H33 (docs/field_failures.md)."""
     pid = tmp_path / "pid"
     keeper = Keeper([shell("stubborn", f"trap '' TERM; echo $$ > {pid}; while :; do sleep 600; done")], tmp_path, QUICK)
     task = asyncio.create_task(keeper.run())

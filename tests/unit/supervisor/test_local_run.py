@@ -104,6 +104,7 @@ def assert_gone(folder: Path) -> None:
 
 
 async def test_a_service_that_cannot_be_kept_fails_the_run_with_its_log(tmp_path: Path) -> None:
+    """H3 (docs/field_failures.md)."""
     async with NatsServer(tmp_path / "nats") as server:
         config, folder = trial(tmp_path, server.url)
         notes = Notes()
@@ -163,5 +164,6 @@ def test_every_service_of_a_run_is_started_with_the_runs_own_configuration(tmp_p
 
 
 def test_two_runs_in_one_second_get_two_folders(tmp_path: Path) -> None:
+    """D3 (docs/field_failures.md)."""
     config, first = trial(tmp_path)
     assert RunFolder.create(config).path != first.path
