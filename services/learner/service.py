@@ -32,6 +32,7 @@ from driftline.policy_store.writer import PolicyWriter
 from driftline.services.config import Config
 from driftline.services.learner.assembler import Arrival, Assembler, Batch
 from driftline.services.learner.checkpoints import Checkpointer, CheckpointFiles
+from driftline.services.learner.determinism import compute_deterministically
 from driftline.services.learner.drift_metrics import Drift
 from driftline.services.learner.held import HeldMembers
 from driftline.services.learner.ledger import LedgerPen
@@ -124,6 +125,7 @@ class LearnerService:
     async def _resume(self) -> Trainer:
         """The trainer at the newest head; version 0 is published here if there is none yet."""
         learner = self._config.learner
+        compute_deterministically(learner.device)
         model = await asyncio.to_thread(build_model, self._config, device=learner.device, threads=learner.threads)
         trainer = Trainer(model, learner, dtype=policy_torch_dtype(self._config))
         if learner.probe_members:
