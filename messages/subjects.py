@@ -162,9 +162,11 @@ def topology(
         stream("EVAL", (f"{r}.eval.>",), limits, new, 16 * MIB),
         stream("DEAD", (f"{r}.dead.>",), limits, old, queue_bytes),
     )
+    # Deliveries count processes that died with the work in hand, innocent or not: a large budget. Work that fails by itself is given
+    # up by its worker much sooner (rollout.data_failures, the grader's verdicts).
     consumers = (
-        ConsumerSpec(s.stream("GROUPS"), "rollout", f"{r}.groups", ack_wait_s=15, max_deliver=5, max_ack_pending=4096),
-        ConsumerSpec(s.stream("TRAJECTORIES"), "grader", f"{r}.trajectories.>", ack_wait_s=15, max_deliver=5,
+        ConsumerSpec(s.stream("GROUPS"), "rollout", f"{r}.groups", ack_wait_s=15, max_deliver=20, max_ack_pending=4096),
+        ConsumerSpec(s.stream("TRAJECTORIES"), "grader", f"{r}.trajectories.>", ack_wait_s=15, max_deliver=20,
                      max_ack_pending=4096),
         # The learner holds graded members until their batch is committed: leases are renewed, the count bounds memory.
         ConsumerSpec(s.stream("GRADED"), "learner", f"{r}.graded.>", ack_wait_s=20, max_deliver=1000,
