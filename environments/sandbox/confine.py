@@ -65,14 +65,15 @@ def _keep_namespaces(spec: dict[str, Any], command: list[str]) -> int:
     Path("/proc/self/setgroups").write_text("deny")
     Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
     Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
+    null = _null()  # before the fork: the child changes the root of both
     first = os.fork()
     if first == 0:
-        _leave_with(lambda: _first_process(spec, command))
-    _let_go_of_pipes()
+        _leave_with(lambda: _first_process(spec, command, null))
+    _let_go_of_pipes(null)
     return _status(os.waitpid(first, 0)[1])
 
 
-def _first_process(spec: dict[str, Any], command: list[str]) -> int:
+def _first_process(spec: dict[str, Any], command: list[str], null: int) -> int:
     """Process 1 of the namespace: when it ends, the kernel kills all the others. It stays beside the command because the kernel keeps
     signals from a first process, and a reward that crashes must be seen to."""
     kernel.die_with_parent(signal.SIGKILL)
@@ -80,7 +81,7 @@ def _first_process(spec: dict[str, Any], command: list[str]) -> int:
     second = os.fork()
     if second == 0:
         _leave_with(lambda: _become(spec, command, ()))
-    _let_go_of_pipes()
+    _let_go_of_pipes(null)
     kernel.drop_capabilities()
     while True:
         ended, status = os.wait()
@@ -101,7 +102,7 @@ def _keep_tree(spec: dict[str, Any], command: list[str]) -> int:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, awaited)
         os.setsid()
         _leave_with(lambda: _become(spec, command, protected))
-    _let_go_of_pipes()
+    _let_go_of_pipes(_null())
     status = _until_ended(child, awaited)
     while _kill_children():
         pass
@@ -148,12 +149,17 @@ def _gone_already(spec: dict[str, Any]) -> None:
         raise OSError("the process that asked for this has ended")
 
 
-def _let_go_of_pipes() -> None:
-    """So that whoever reads the command's output sees its end when the command ends, and not this process's."""
-    null = os.open(os.devnull, os.O_RDWR)
+def _null() -> int:
+    return os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+
+
+def _let_go_of_pipes(null: int) -> None:
+    """So that whoever reads the command's output sees its end when the command ends, and not this process's. All pipes: one that was
+    handed on for the command counts too."""
     for number in (0, 1):
         os.dup2(null, number)
-    os.close(null)
+    os.closerange(3, null)
+    os.closerange(null + 1, 1024)
 
 
 def _leave_with(body: Any) -> NoReturn:
