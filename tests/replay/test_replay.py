@@ -1,7 +1,7 @@
 """A committed recording, made again by everything that can: a trainer, the learner behind a broker, and live services.
 
-Across versions of torch the last bits of a step may differ, so the recorded digests are asked for where the recorded facts are those of
-this installation; elsewhere a recording made here takes its place.
+Across versions of torch and kinds of processor the last bits of a step may differ, so the recorded digests are asked for where the
+recorded facts are those of this machine; elsewhere a recording made here takes its place.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 import torch
 from loop_cases import admit, beside, grade, groups_of, head_at, outcomes, running, sampled, tiny, with_reward
 from loop_processes import WAIT_S, driftline, service_arguments, write_config
-from make_recording import CONFIG, FILE, RUN, graded_groups, make
+from make_recording import CONFIG, FILE, MADE_ON, RUN, graded_groups, make, processor
 
 from driftline.messages.dead_letters import dead_letters
 from driftline.messages.errors import HeadConflict
@@ -58,8 +58,9 @@ def one_thread() -> None:
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The committed recording, or one of this installation's arithmetic."""
-    if not differing(Recording.open(FILE).header.numerics, {**facts_here(CONFIG), "optimizer": "fresh"}):
+    """The committed recording, or one of this machine's arithmetic."""
+    alike = not differing(Recording.open(FILE).header.numerics, {**facts_here(CONFIG), "optimizer": "fresh"})
+    if alike and MADE_ON.read_text().strip() == processor():
         return FILE
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(asyncio.run, make(tmp_path_factory.mktemp("recorded") / "run.dlr")).result().path
