@@ -31,6 +31,7 @@ from driftline.policy_store.checkpoint import write_checkpoint
 from driftline.policy_store.reader import PolicyReader
 from driftline.policy_store.tensor import State, state_digest
 from driftline.services.config import Config, StoreKind, resolve
+from driftline.services.learner.determinism import compute_deterministically
 from driftline.services.learner.records import batch_of
 from driftline.services.learner.recovery import How
 from driftline.services.learner.service import LearnerService
@@ -117,7 +118,8 @@ def replay_learner(
 
 
 def fresh_trainer(recording: Recording, config: Config) -> Trainer:
-    """A trainer that holds the recorded start and has taken no step."""
+    """A trainer that holds the recorded start and has taken no step. It computes as the learner service does, sum for sum."""
+    compute_deterministically(config.learner.device)
     model = build_model(config, device=config.learner.device, threads=config.learner.threads)
     trainer = Trainer(model, config.learner, dtype=policy_torch_dtype(config))
     trainer.load_policy(from_host(recording.start()))
