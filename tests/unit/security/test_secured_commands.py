@@ -9,8 +9,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 from loop_cases import tiny
-from security_cases import ACCOUNT, RUN, Guarded
+from security_cases import ACCOUNT, RUN, Guarded, guarded
 
 from driftline.services.config import Config, to_toml
 from driftline.services.security.permissions import Role
@@ -32,7 +33,7 @@ async def driftline(*arguments: str, credentials: Path | None = None) -> Said:
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
     )
     try:
-        async with asyncio.timeout(90):
+        async with asyncio.timeout(150):
             out, _ = await process.communicate()
     finally:
         if process.returncode is None:
@@ -122,3 +123,17 @@ async def test_what_a_run_prints_and_stores_of_its_configuration_holds_no_secret
     assert f'credentials = "{broker.file(Role.ADMIN)}"' in printed
     assert ACCOUNT in stored.config.read_text()
     assert not [secret for secret in secrets(broker) if secret in printed + stored.config.read_text()]
+
+
+@pytest.mark.slow
+async def test_a_whole_run_takes_each_service_s_credentials_from_a_folder(tmp_path: Path) -> None:
+    async with guarded(tmp_path) as broker:
+        section = {"url": broker.url, "credentials": str(broker.folder())}
+        config = tiny(RUN, broker=section, run={"steps": 2, "groups_per_step": 2, "group_size": 4, "max_lag": 1, "dir": str(tmp_path / "runs")})
+        path = tmp_path / "run.toml"
+        path.write_text(to_toml(config))
+        said = await driftline("run", str(path), "--plain")
+        assert said.code == 0, said.text
+        written = "".join(file.read_text() for file in (tmp_path / "runs").rglob("*.log")) + said.text
+        assert "broker denied" not in written
+        assert not [secret for secret in secrets(broker) if secret in written]
