@@ -64,6 +64,10 @@ class _End:
     text: str = ""
 
     @property
+    def unanswered(self) -> bool:
+        return self.code == ""
+
+    @property
     def consumer_lost(self) -> bool:
         return self.code in ("503", "") or any(gone in self.text.lower() for gone in _GONE)
 
@@ -75,6 +79,7 @@ class Puller:
         self._connection = connection
         self._ensure = ensure
         self._reapers: set[asyncio.Task[None]] = set()
+        self._spare: tuple[Inbox, int] | None = None  # of the last pull, and the connection's epoch: a subscription costs more than a pull
 
     async def pull(self, spec: ConsumerSpec, batch: int, timeout_s: float) -> list[Msg]:
         """1 to `batch` messages, or none after `timeout_s`. An outage within the timeout is waited out; one that lasts
@@ -106,18 +111,23 @@ class Puller:
         return []
 
     async def _ask(self, spec: ConsumerSpec, batch: int, left: float) -> tuple[list[Msg], bool]:
-        inbox = await self._connection.inbox()
+        inbox = await self._open()
+        epoch = self._connection.epoch
         taken: list[Msg] = []
         outstanding = 0.0
+        ended = False
         try:
             end = await self._request(inbox, spec, taken, batch, None)
             if taken or end.consumer_lost or left <= 0:
+                ended = not end.unanswered
                 return taken, end.consumer_lost
             outstanding = min(left, SLICE_S)
             end = await self._request(inbox, spec, taken, 1, outstanding)
             outstanding = 0.0
+            ended = not end.unanswered
             if taken and batch > 1:
-                await self._request(inbox, spec, taken, batch - 1, None)
+                ended = False
+                ended = not (await self._request(inbox, spec, taken, batch - 1, None)).unanswered
             return taken, end.consumer_lost and not taken
         except ConnectionLost:
             if taken:  # what did arrive is ours until its ack_wait ends
@@ -128,8 +138,19 @@ class Puller:
             inbox = None  # type: ignore[assignment]
             raise
         finally:
-            if inbox is not None:
+            if inbox is not None and ended and self._spare is None:
+                self._spare = inbox, epoch
+            elif inbox is not None:
                 await self._close(inbox)
+
+    async def _open(self) -> Inbox:
+        """An inbox nothing is outstanding on: the one of the last pull, if its requests all ended and the connection is the same."""
+        if self._spare is not None:
+            (inbox, epoch), self._spare = self._spare, None
+            if epoch == self._connection.epoch:
+                return inbox
+            await self._close(inbox)
+        return await self._connection.inbox()
 
     async def _request(self, inbox: Inbox, spec: ConsumerSpec, into: list[Msg], batch: int, wait_s: float | None) -> _End:
         """One request, read to its end: `batch` messages, a final status, or silence."""
@@ -186,6 +207,9 @@ class Puller:
 
     async def close(self) -> None:
         """Let the reapers finish: each takes at most a slice."""
+        if self._spare is not None:
+            (spare, _), self._spare = self._spare, None
+            await spare.close()
         if self._reapers:
             _, late = await asyncio.wait(self._reapers, timeout=SLICE_S + 2 * GRACE_S)
             for task in late:
