@@ -153,13 +153,11 @@ class BrokerConfig(_Section):
         if (shown := redacted(self.url)) != self.url:
             raise _clash(
                 "broker.url", shown, "a run file is copied, printed and logged: it may not hold a password",
-                "remove it, and name a file of `driftline keys make` in broker.credentials",
-            )
+                "remove it, and name a file of `driftline keys make` in broker.credentials")
         if self.credentials and not self.url:
             raise _clash(
                 "broker.credentials", self.credentials, "the server inside a run has no users: it listens on this machine alone",
-                "name the broker they are for in broker.url, or remove them",
-            )
+                "name the broker they are for in broker.url, or remove them")
         return self
 
 

@@ -128,6 +128,8 @@ async def test_an_answer_cannot_be_directed_into_another_s_stream(broker: Guarde
         await settled(connection)
         assert any("direct.get" in line for line in said) is not allowed
     after = await stored(broker)
+    async with broker.bus(Role.ADMIN) as admin:
+        await admin.purge(read, NAMES.manifest(7))
     assert {plane: state[:2] for plane, state in after.items()} == {plane: state[:2] for plane, state in before.items()}
 
 
@@ -139,6 +141,7 @@ async def test_a_reader_passes_over_what_it_cannot_decode_and_may_not_set_aside(
         async with asyncio.timeout(30), aclosing(observer.follow(NAMES.stream("METRICS"), NAMES.metrics("x"))) as found:  # type: ignore[type-var]
             assert (await anext(found)).message == metrics
         assert await dead_letters(admin, RUN) == []
+        await admin.purge(NAMES.stream("METRICS"), NAMES.metrics("x"))
 
 
 async def test_a_denied_subject_is_an_error_at_once_with_field_and_remedy(broker: Guarded) -> None:
