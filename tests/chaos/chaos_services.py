@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 from collections.abc import AsyncIterator, Iterable
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,10 @@ from driftline.services.supervisor.children import Child
 from driftline.services.supervisor.folder import RunFolder
 from driftline.services.supervisor.local import service_specs
 
-__all__ = ["ALL", "WAIT_S", "Services", "services", "small"]
+__all__ = ["ALL", "TWIN", "WAIT_S", "Broker", "Services", "broker", "callers", "complete", "outcomes_of", "services", "small"]
 
 ALL = ("dispatcher", "rollout-0", "grader", "learner", "evaluator", "policy-store")
+TWIN = "learner-twin"
 WAIT_S = 240.0
 SERVES_S = 120.0
 
@@ -57,6 +59,7 @@ class Services:
         rollout = self.config.rollout.model_copy(update={"engines": 4})
         known = service_specs(self.config.model_copy(update={"rollout": rollout}), self.folder, self.url)
         self._specs = {spec.name: spec for spec in known}
+        self._specs[TWIN] = replace(self._specs["learner"], name=TWIN)
         self._children: dict[str, Child] = {}
 
     @property
@@ -86,14 +89,19 @@ class Services:
         async with asyncio.timeout(WAIT_S):
             return await child.wait()
 
+    def signal(self, name: str, number: signal.Signals) -> None:
+        os.kill(self._children[name].pid, number)
+
+    async def exit_code(self, name: str) -> int:
+        """Of one that ends by itself."""
+        async with asyncio.timeout(WAIT_S):
+            code = await self._children[name].wait()
+        del self._children[name]
+        return code
+
     async def ended(self) -> dict[str, int]:
         """Exit codes of all that were running, which end by themselves."""
-        codes: dict[str, int] = {}
-        async with asyncio.timeout(WAIT_S):
-            for name, child in list(self._children.items()):
-                codes[name] = await child.wait()
-                del self._children[name]
-        return codes
+        return {name: await self.exit_code(name) for name in self.running}
 
     async def kill(self) -> None:
         for name in self.running:
@@ -116,13 +124,15 @@ class Broker:
     bus: NatsBus
     run: str
 
-    async def reach(self, version: int) -> None:
+    async def reach(self, version: int) -> int:
+        """The version there is, once it is at least this."""
         await self.bus.declare(topology(self.run))  # the test may be here before the first service
         reader = PolicyReader(self.bus, JetStreamBlobs(self.bus, self.run), self.run)
         async with asyncio.timeout(WAIT_S), aclosing(reader.watch()) as heads:  # type: ignore[type-var]
             async for head in heads:
                 if head.version >= version:
-                    return
+                    return head.version
+        raise AssertionError("the head is no longer followed")
 
     async def end(self) -> RunFinished:
         async with asyncio.timeout(WAIT_S):
