@@ -41,14 +41,21 @@ def line(result: Result) -> str:
     )
 
 
-def write_summary(path: Path, results: Sequence[Result], command: str) -> None:
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False, cwd=ROOT).stdout.strip()
+def commit() -> str:
+    return subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False, cwd=ROOT).stdout.strip()
+
+
+def write_summary(path: Path, results: Sequence[tuple[str, Result]], command: str) -> None:
+    """`results`: with the commit that each seed ran on."""
+    records = [result for _, result in results]
     total: dict[str, Any] = {
-        "seeds": len(results), "failed": [r.seed for r in results if r.problems], "kills": sum(sum(r.kills.values()) for r in results),
-        "ids": sum(r.ids for r in results), "lost": sum(r.lost for r in results), "doubled": sum(r.doubled for r in results),
-        "duplicates": sum(sum(r.duplicates.values()) for r in results), "versions": sum(r.versions for r in results),
+        "seeds": len(records), "failed": [r.seed for r in records if r.problems], "kills": sum(sum(r.kills.values()) for r in records),
+        "broker_restarts": sum(r.broker_stops + r.broker_kills for r in records), "pauses": sum(r.pauses + r.cut_offs for r in records),
+        "duplicates": sum(sum(r.duplicates.values()) for r in records), "ids": sum(r.ids for r in records),
+        "lost": sum(r.lost for r in records), "doubled": sum(r.doubled for r in records), "versions": sum(r.versions for r in records),
+        "replayed_equal": sum(bool(r.replay_equal) for r in records),
     }
-    body = {"command": command, "commit": commit, "total": total, "seeds": [r.json() for r in results]}
+    body = {"command": command, "total": total, "seeds": [{**r.json(), "commit": made_by} for made_by, r in results]}
     path.write_text(json.dumps(body, indent=1) + "\n")
 
 
@@ -61,18 +68,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     out: Path = given.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    results: list[Result] = []
+    results: list[tuple[str, Result]] = []
     print(f"kills: {'/'.join(KINDS)}; broker: stopped+killed; pauses: stopped+cut off", flush=True)
     print(FORMAT.format(*COLUMNS), flush=True)
     for seed in range(given.first, given.first + given.seeds):
         folder = out / f"seed-{seed}"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
+        made_by = commit()
         with (folder / "harness.log").open("w") as stream:
             configure_logging("chaos", str(seed), stream=stream)
             result = asyncio.run(perform(seed, given.steps, schedule(seed, given.steps), folder, kills=KILLS))
             structlog.reset_defaults()
-        results.append(result)
+        results.append((made_by, result))
         write_summary(out / "summary.json", results, f"make chaos SEEDS={given.seeds} STEPS={given.steps}")
         print(line(result), flush=True)
         if result.problems:
@@ -81,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"      kept: {folder}; again: make chaos SEEDS=1 FIRST={seed} STEPS={given.steps}", flush=True)
         else:
             shutil.rmtree(folder)
-    return 1 if any(result.problems for result in results) else 0
+    return 1 if any(result.problems for _, result in results) else 0
 
 
 if __name__ == "__main__":
