@@ -19,6 +19,7 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from driftline.messages.blobs import BlobRef
+from driftline.messages.recording import RecordedVersion
 from driftline.messages.registry import register
 from driftline.messages.subjects import Subjects
 from driftline.messages.types import Message, array_field
@@ -221,6 +222,16 @@ class Manifest(Message):
     @property
     def link(self) -> Link:
         return Link(version=self.version, seal=self.seal)
+
+    @property
+    def recorded(self) -> RecordedVersion:
+        """What is kept of a version beside its batch, for as long as the record is."""
+        batch = self.batch
+        return RecordedVersion(
+            run=self.run, version=self.version, digest=self.digest, seal=self.seal, learner_step=self.learner_step,
+            consumed=self.consumed, batch_digest=batch.digest if batch else "", batch_size=batch.size if batch else 0,
+            batch_chunks=batch.chunks if batch else 0, numerics=self.numerics, at=self.at,
+        )
 
     @property
     def kind(self) -> VersionKind:

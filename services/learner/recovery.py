@@ -26,7 +26,7 @@ from driftline.services.learner.records import batch_of
 from driftline.services.learner.trainer import Trainer
 from driftline.services.tensors import to_host
 
-__all__ = ["How", "Recovered", "recover", "version_of"]
+__all__ = ["How", "Recovered", "recover"]
 
 log = structlog.get_logger("learner")
 
@@ -44,16 +44,6 @@ class Recovered:
     start: int
     steps: int
     cause: str = ""
-
-
-def version_of(manifest: Manifest) -> RecordedVersion:
-    """What is recorded of a version beside its batch."""
-    batch = manifest.batch
-    return RecordedVersion(
-        run=manifest.run, version=manifest.version, digest=manifest.digest, seal=manifest.seal, learner_step=manifest.learner_step,
-        consumed=manifest.consumed, batch_digest=batch.digest if batch else "", batch_size=batch.size if batch else 0,
-        batch_chunks=batch.chunks if batch else 0, numerics=manifest.numerics, at=manifest.at,
-    )
 
 
 async def recover(
@@ -115,7 +105,7 @@ async def _again(trainer: Trainer, version: int, head: Manifest, bus: Bus) -> No
 
 
 async def _recorded(version: int, head: Manifest, bus: Bus) -> RecordedVersion | None:
-    return version_of(head) if version == head.version else await load_version(bus, head.run, version)
+    return head.recorded if version == head.version else await load_version(bus, head.run, version)
 
 
 async def _digest(trainer: Trainer) -> str:

@@ -13,14 +13,13 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
-from typing import cast
 
 import structlog
 import torch
 
 from driftline.messages.blobs import BlobRef
 from driftline.messages.bus import Bus, Delivery
-from driftline.messages.dead_letters import Archive, follow_dead, group_of
+from driftline.messages.dead_letters import follow_dead, group_of
 from driftline.messages.errors import DriftlineError
 from driftline.messages.recording import store_batch, store_version
 from driftline.messages.subjects import Subjects
@@ -36,10 +35,11 @@ from driftline.services.learner.determinism import compute_deterministically
 from driftline.services.learner.drift_metrics import Drift
 from driftline.services.learner.held import HeldMembers
 from driftline.services.learner.ledger import LedgerPen
+from driftline.services.learner.numerics import numerics_facts
 from driftline.services.learner.ownership import Ownership
 from driftline.services.learner.probe import NumericsProbe
 from driftline.services.learner.records import records_of
-from driftline.services.learner.recovery import How, recover, version_of
+from driftline.services.learner.recovery import How, recover
 from driftline.services.learner.trainer import StepReport, Trainer
 from driftline.services.policy_model import build_model, policy_torch_dtype
 from driftline.services.publishing import pull_patiently
@@ -142,7 +142,7 @@ class LearnerService:
         self._remember(head.version, weights)
         log.log(30 if found.how in (How.FRESH, How.INEXACT) else 20, "resumed", version=head.version, optimizer=found.how,
                 checkpoint=found.start, steps_recomputed=found.steps, **({"cause": found.cause} if found.cause else {}))
-        await store_version(self._bus, version_of(manifest))
+        await store_version(self._bus, manifest.recorded)
         return trainer
 
     def _remember(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -178,7 +178,7 @@ class LearnerService:
         does not: the group's own members may still come."""
         limits = {c.durable: c.max_deliver for c in run_topology(self._config).consumers}
         budget = {"trajectories": limits["grader"], "graded": limits["learner"]}
-        async with aclosing(follow_dead(cast(Archive, self._bus), self._run)) as letters:
+        async with aclosing(follow_dead(self._bus, self._run)) as letters:
             async for letter in letters:
                 group = group_of(letter)
                 if group is not None and (letter.kind == "groups" or letter.deliveries > budget.get(letter.kind, letter.deliveries)):
@@ -335,17 +335,12 @@ class LearnerService:
         began = time.monotonic()
         tensors = await asyncio.to_thread(trainer.state)
         manifest = await self._writer.publish(
-            to_host(tensors), version=version, learner_step=version, consumed=consumed, numerics=self._numerics(), batch=batch
+            to_host(tensors), version=version, learner_step=version, consumed=consumed, numerics=numerics_facts(self._config, self._optimizer), batch=batch
         )
         self.head, self._digest, self._optimizer = version, manifest.digest, "continued"
-        await store_version(self._bus, version_of(manifest))
+        await store_version(self._bus, manifest.recorded)
         self._remember(version, tensors)
         return manifest, time.monotonic() - began
-
-    def _numerics(self) -> dict[str, str]:
-        learner = self._config.learner
-        return {"device": learner.device, "compute": "float32", "policy": self._config.policy.dtype, "torch": torch.__version__,
-                "threads": str(learner.threads), "router_replay": str(learner.router_replay).lower(), "optimizer": self._optimizer}
 
     async def _end(self, events: Sequence[OutcomeEvent]) -> None:
         """Write outcomes, then acknowledge what their groups held. Safe to repeat: the ledger keeps the first."""

@@ -39,7 +39,7 @@ class Difference:
         lines = [f"version {self.version} differs: recorded {self.recorded}, here {self.here}"]
         lines += [f"  {name}: recorded {recorded}, here {here}" for name, (recorded, here) in sorted(self.facts.items())]
         if not self.facts:
-            lines.append("  both sides say that they compute alike: the batch, the settings, the code or the processor is another")
+            lines.append("  both sides say that they compute alike: the batch, the settings or the code is another")
         return "\n".join(lines)
 
 

@@ -61,15 +61,6 @@ def portable(config: Config) -> str:
     return _USER_INFO.sub(r"\1", to_toml(config.model_copy(update={"broker": broker, "learner": learner})))
 
 
-def version_of(manifest: Manifest) -> RecordedVersion:
-    batch = manifest.batch
-    return RecordedVersion(
-        run=manifest.run, version=manifest.version, digest=manifest.digest, seal=manifest.seal, learner_step=manifest.learner_step,
-        consumed=manifest.consumed, batch_digest=batch.digest if batch else "", batch_size=batch.size if batch else 0,
-        batch_chunks=batch.chunks if batch else 0, numerics=manifest.numerics, at=manifest.at,
-    )
-
-
 async def record(
     bus: Bus, blobs: BlobStore, config: Config, model: str, out: Path, *, to: int | None = None, follow: bool = False,
     say: Say = lambda _: None,
@@ -194,7 +185,7 @@ class _Recorder:
         if made is not None:
             return made
         try:
-            return version_of(await self._reader.manifest(version))
+            return (await self._reader.manifest(version)).recorded
         except IntegrityError as error:
             raise await self._gone(version, str(error)) from error
 

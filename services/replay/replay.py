@@ -32,6 +32,7 @@ from driftline.policy_store.reader import PolicyReader
 from driftline.policy_store.tensor import State, state_digest
 from driftline.services.config import Config, StoreKind, resolve
 from driftline.services.learner.determinism import compute_deterministically
+from driftline.services.learner.numerics import numerics_facts
 from driftline.services.learner.records import batch_of
 from driftline.services.learner.recovery import How
 from driftline.services.learner.service import LearnerService
@@ -82,9 +83,7 @@ def recorded_config(recording: Recording, folder: Path, last: int, device: str |
 
 def facts_here(config: Config) -> dict[str, str]:
     """How a learner of this configuration computes here, under the names its manifests use."""
-    learner = config.learner
-    return {"device": learner.device, "compute": "float32", "policy": config.policy.dtype, "torch": torch.__version__,
-            "threads": str(learner.threads), "router_replay": str(learner.router_replay).lower(), "optimizer": CONTINUED}
+    return numerics_facts(config, CONTINUED)
 
 
 def differing(recorded: Mapping[str, Any], here: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -11,12 +11,12 @@ import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol, TextIO, cast
+from typing import Any, Protocol, TextIO
 
 import structlog
 
 from driftline.messages.bus import Bus
-from driftline.messages.dead_letters import Archive, dead_letters
+from driftline.messages.dead_letters import dead_letters
 from driftline.messages.errors import DriftlineError
 from driftline.messages.subjects import ConsumerSpec, Subjects
 from driftline.messages.types import EvalResult, Message, Metrics
@@ -125,8 +125,7 @@ class Collector:
             await asyncio.sleep(DEPTH_PERIOD_S)
 
     async def count_dead(self) -> None:
-        archive = cast(Archive, self._bus)  # both buses are
-        found = await dead_letters(archive, self.picture.run, start=self._dead_after)
+        found = await dead_letters(self._bus, self.picture.run, start=self._dead_after)
         if found:
             self._dead_after = found[-1].seq + 1
             self.picture.dead_letters += len(found)

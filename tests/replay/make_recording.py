@@ -8,7 +8,6 @@ changes.
 from __future__ import annotations
 
 import asyncio
-import platform
 import sys
 import tempfile
 from pathlib import Path
@@ -29,7 +28,6 @@ from driftline.services.runtime import run_topology
 from driftline.services.wiring import checkpoint_dir
 
 FILE = Path(__file__).with_name("data") / "recorded.dlr"
-MADE_ON = FILE.with_suffix(".processor.txt")
 RUN = "replay"
 GROUPS = 4
 CONFIG = tiny(RUN, run={"steps": 2}, tasks={"params": {"min_word_len": 7, "max_word_len": 8}}, sampling={"max_tokens": 12},
@@ -54,13 +52,6 @@ def graded_groups() -> list[tuple[Group, list[Graded]]]:
     return chosen
 
 
-def processor() -> str:
-    """Math libraries choose their kernels by it, and with them the last bits."""
-    cpuinfo = Path("/proc/cpuinfo")
-    names = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")] if cpuinfo.exists() else []
-    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {names[0] if names else platform.processor()}"
-
-
 async def make(path: Path) -> Recorded:
     parts, size = graded_groups(), CONFIG.run.groups_per_step
     model = (checkpoint_dir(CONFIG) / "config.json").read_text()
@@ -83,7 +74,6 @@ def main() -> None:
     FILE.unlink(missing_ok=True)
     torch.set_num_threads(1)
     print(asyncio.run(make(FILE)))
-    MADE_ON.write_text(processor() + "\n")
 
 
 if __name__ == "__main__":

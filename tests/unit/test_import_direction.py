@@ -27,8 +27,9 @@ MAY_IMPORT = {
 }
 WITHOUT_TORCH = (
     "messages/", "policy_store/", "environments/", "services/dispatcher/", "services/grader/", "services/policy_store/",
-    "services/supervisor/", "services/audit/", "services/config.py", "services/config_text.py", "services/runtime.py", "services/telemetry.py",
-    "services/publishing.py", "services/wiring.py", "src/driftline/cli.py",
+    "services/supervisor/", "services/audit/", "services/security/", "services/config.py", "services/config_text.py", "services/runtime.py", "services/telemetry.py",
+    "services/publishing.py", "services/wiring.py", "src/driftline/cli.py", "src/driftline/commands/",
+    *(f"services/replay/{name}.py" for name in ("comparison", "format", "into", "reader", "record", "shipped", "writer")),
 )
 TORCH = {"torch", "triton", "safetensors.torch"}
 TORCH_SERVICES = {"services.rollout", "services.learner", "services.evaluator", "services.tensors", "services.policy_model", "models", "kernels"}

@@ -138,7 +138,7 @@ async def test_a_step_that_does_not_come_out_as_published_keeps_the_published_we
     service = learner(bus, blobs, tmp_path, other)
     trainer = await service._resume()
     assert state_digest(to_host(trainer.state())) == reference[3]
-    assert service._numerics()["optimizer"] == "inexact"
+    assert service._optimizer == "inexact"
 
 
 async def test_the_word_on_record_is_written_again_when_a_crash_kept_it_out(bus: MemoryBus, blobs: MemoryBlobs, tmp_path: Path) -> None:
