@@ -113,7 +113,12 @@ class LearnerService:
                     tasks.create_task(self._held.forget_lost(), name="lost leases"),
                     tasks.create_task(self._follow_dead(), name="dead letters"),
                 ]
-                end = await self._ended_before() or await self._train(trainer)
+                end = await self._ended_before()
+                if end is None:
+                    end = await self._train(trainer)
+                    # The epoch: a run that was reopened may end at the same version again, and must be heard.
+                    id = f"{self._run}/finished/{end.version}/{self._pen.epoch}"
+                    await self._bus.publish(self._subjects.finished, end, id=id)
                 await self._finish(end)
                 await self._checkpoints.last(trainer, self.head, self._digest)
                 for helper in helpers:
@@ -372,8 +377,7 @@ class LearnerService:
         await self._reporter.report(values, series, step=version)
 
     async def _finish(self, end: RunFinished) -> None:
-        """Tell everyone first, so that nothing new is admitted, then end what is still open."""
-        await self._bus.publish(self._subjects.finished, end, id=f"{self._run}/finished/{end.version}")
+        """Everyone is told, so that nothing new is admitted: end what is still open."""
         log.info("run finished", version=end.version, reason=end.reason, failed=end.failed)
         until = time.monotonic() + LATE_ADMISSION_S
         while True:

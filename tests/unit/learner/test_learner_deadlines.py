@@ -221,3 +221,16 @@ async def test_a_learner_killed_after_the_end_leaves_its_last_outcomes_to_the_ne
         await task
     assert [(e.outcome, e.reason) for e in await ledger(bus, OutcomeEvent)] == [(Outcome.CANCELLED, "time limit")] * 3
     assert (await finished(bus)).reason == "time limit"
+
+
+async def test_a_run_that_is_reopened_and_ends_at_the_same_version_is_declared_finished_again(
+    bus: MemoryBus, blobs: MemoryBlobs, tmp_path: Path
+) -> None:
+    """H7: the broker remembers the id of the first end; the second must not be taken for its retry."""
+    config = tiny(RUN, run={"time_limit_s": 1.0}, learner={"probe_members": 0})
+    await admit(bus, groups_of(config, [0]), at=1.0)
+    for _ in range(2):
+        async with running(learner(bus, blobs, tmp_path, config)) as task:
+            await task
+        assert (await finished(bus)).version == 0
+        await bus.purge(SUBJECTS.stream("CONTROL"), SUBJECTS.finished)
