@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import struct
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgpack
 import numpy as np
+import xxhash
 import zstandard
 
 from driftline.messages import (
@@ -32,7 +35,17 @@ from driftline.messages.map_limits import check_map
 from driftline.messages.recording import pack_batch, unpack_batch
 from driftline.policy_store.codec import Codec, apply, encode_delta, encode_full
 from driftline.policy_store.manifest import Encoding, Link, Manifest, Pack, TensorEntry
-from driftline.policy_store.tensor import SHARD_BYTES, Layout, state_digest_of, tensor_digest_of
+from driftline.policy_store.tensor import (
+    SHARD_BYTES,
+    HostTensor,
+    Layout,
+    state_digest,
+    state_digest_of,
+    tensor_digest_of,
+)
+from driftline.services.replay.format import Header, Kind, Step, StepFacts, preamble, section_head
+from driftline.services.replay.reader import Recording
+from driftline.services.replay.writer import RecordingWriter
 
 __all__ = ["TARGETS", "seeds"]
 
@@ -118,6 +131,25 @@ def shard(data: bytes) -> None:
     assert (around[-64:] == 0xA5).all()
 
 
+def recording(data: bytes) -> None:
+    """A recording file of these bytes, and one whose sections have these payloads (split at a marker) under heads that are right."""
+    parts = data.split(b"|||")
+    kinds = [Kind.HEAD, Kind.START, Kind.TENSOR, *[Kind.STEP] * len(parts)]
+    sections = [section_head(kind, number, (part,))[0] + part for number, (kind, part) in enumerate(zip(kinds, parts, strict=False))]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "r.dlr"
+        for whole, opened in ((data, Recording.open), (preamble() + b"".join(sections), Recording.salvage)):
+            path.write_bytes(whole)
+            try:
+                found = opened(path)
+                if found is not None:
+                    found.start()
+                    for step in found.steps():
+                        found.groups(step)
+            except IntegrityError:
+                continue
+
+
 TARGETS: dict[str, Callable[[bytes], None]] = {
     "frame": frame,
     "body": body,
@@ -125,6 +157,7 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "claim": claim,
     "record": record,
     "shard": shard,
+    "recording": recording,
 }
 
 
@@ -174,6 +207,9 @@ def seeds(target: str, frames: dict[str, bytes]) -> dict[str, bytes]:
             }
         case "record":
             return {name: data for name, data in frames.items() if name in ("recorded", "group")}
+        case "recording":
+            whole, sections = _recording(frames["recorded"])
+            return {"whole": whole, "sections": b"|||".join(sections)}
         case _:
             return {f"{codec.name.lower()}_{width}": _shard_seed(codec, width) for codec in Codec for width in (0, 1, 2)}
 
@@ -184,6 +220,24 @@ def _opened(data: bytes) -> tuple[bytes, bytes]:
     if flags:
         raw = zstandard.ZstdDecompressor().decompress(raw, max_output_size=size)
     return raw[:length], raw[length + -length % 16 :]
+
+
+def _recording(group: bytes) -> tuple[bytes, list[bytes]]:
+    """A recording of one step, as a file and as the payloads of its sections."""
+    batch = struct.pack("<Q", len(group)) + group
+    state = {"a": HostTensor.from_numpy(np.arange(6, dtype=np.float32).reshape(2, 3))}
+    header = Header(run="r", driftline="0", created_at=1.0, start_version=0, start_digest=state_digest(state), config="[run]\n", model="{}",
+                    numerics={"device": "cpu"})  # fmt: skip
+    facts = StepFacts(version=1, digest="1" * 32, seal="", learner_step=1, batch=xxhash.xxh3_128_hexdigest(batch), groups=1, trajectories=1,
+                      numerics={"device": "cpu"}, at=1.0)  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "r.dlr"
+        writer = RecordingWriter.create(path, header, state)
+        writer.add(Step(facts, batch))
+        writer.close()
+        whole = path.read_bytes()
+        sections = Recording.open(path).sections
+    return whole, [whole[section.payload : section.payload + section.length] for section in sections]
 
 
 def _manifest() -> Manifest:

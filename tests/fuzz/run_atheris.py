@@ -18,7 +18,7 @@ import atheris
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
-with atheris.instrument_imports(include=["driftline.messages", "driftline.policy_store", "fuzz_targets"]):
+with atheris.instrument_imports(include=["driftline.messages", "driftline.policy_store", "driftline.services.replay", "fuzz_targets"]):
     import fuzz_targets
 
 GOLDEN = HERE.parent / "unit" / "messages" / "golden_frames.json"
