@@ -7,18 +7,33 @@ back. Both buses share this, so a service cannot tell. Frames above a megabyte, 
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Final
 
 from driftline.messages.blobs import CLAIM_ABOVE, CLAIM_SPACE, Chunks, Claim, delete_blob, get_blob, put_blob
 from driftline.messages.codec import MAX_DECODED_BYTES, decode, decoded_bytes, encode
 from driftline.messages.dead_letters import run_of
-from driftline.messages.errors import MalformedMessage
+from driftline.messages.errors import ConfigError, MalformedMessage
 from driftline.messages.types import Message
 
-__all__ = ["claim_in", "drop_claim", "open_frame", "prepare"]
+__all__ = ["check_address", "claim_in", "drop_claim", "open_frame", "prepare"]
 
 _IN_THREAD_ABOVE: Final = 1024 * 1024
 _CLAIM_MARK: Final = b"\x83\xa1s\xa5claim"  # how a claim's map begins: do not decode every message twice to look for one
+
+MAX_SUBJECT: Final = 1024
+MAX_ID: Final = 4096
+_SUBJECT: Final = re.compile(r"[^\s.*>\x00-\x20\x7f]+(\.[^\s.*>\x00-\x20\x7f]+)*")
+_ID: Final = re.compile(r"[^\x00-\x1f\x7f]+")
+
+
+def check_address(subject: str, id: str) -> None:
+    """Refuse what is no subject to publish on and no header: a space or a line break in one is another command to the broker, and a
+    line beyond its limit ends the connection for good."""
+    if len(subject) > MAX_SUBJECT or not _SUBJECT.fullmatch(subject):
+        raise ConfigError("not a subject to publish on", field="subject", value=subject, remedy="tokens of plain characters with dots between")
+    if len(id) > MAX_ID or not _ID.fullmatch(id):
+        raise ConfigError("not a message id", field="id", value=id, remedy=f"1 to {MAX_ID} printable characters")
 
 
 async def prepare(bus: Chunks, message: Message) -> tuple[bytes, dict[str, str]]:

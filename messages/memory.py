@@ -223,6 +223,7 @@ class MemoryBus:
 
     def _store(self, subject: str, data: bytes, headers: dict[str, str], id: str, expect_last: int | None) -> PubAck:
         self.check()
+        frames.check_address(subject, id)
         if len(data) > MAX_PAYLOAD:
             raise PayloadTooLarge(f"the broker takes {MAX_PAYLOAD} bytes", field=subject, value=len(data), remedy="use put_blob")
         now = asyncio.get_running_loop().time()

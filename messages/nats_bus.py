@@ -245,6 +245,7 @@ class NatsBus:
         return delivery
 
     async def _store(self, subject: str, data: bytes, headers: dict[str, str], id: str) -> PubAck:
+        frames.check_address(subject, id)
         limit = self._connection.max_payload - HEADROOM
         if len(data) > limit:
             raise PayloadTooLarge(f"the broker takes {limit} bytes", field=subject, value=len(data), remedy="use put_blob")

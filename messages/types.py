@@ -162,7 +162,7 @@ class Trajectory(Message):
 
     schema_name: ClassVar[str] = "trajectory"
 
-    group: str
+    group: str = Field(pattern=r"^[A-Za-z0-9_-]+$", max_length=64)  # becomes part of a subject
     member: int = Field(ge=0)
     members: int = Field(ge=1)
     index: int = Field(ge=0)
@@ -265,7 +265,7 @@ class OutcomeEvent(Message):
 
     schema_name: ClassVar[str] = "outcome"
 
-    group: str
+    group: str = Field(pattern=r"^[A-Za-z0-9_-]+$", max_length=64)
     outcome: Outcome
     reason: str = ""
     version: int = -1

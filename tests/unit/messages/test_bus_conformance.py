@@ -7,7 +7,7 @@ from contextlib import aclosing
 
 import numpy as np
 import pytest
-from messages_samples import group, note, small_topology
+from messages_samples import group, note, small_topology, trajectory
 
 from driftline.messages import (
     BrokerFull,
@@ -17,10 +17,12 @@ from driftline.messages import (
     Delivery,
     DriftlineError,
     HeadConflict,
+    MalformedMessage,
     PayloadTooLarge,
     Subjects,
     Topology,
     dead_letters,
+    decode,
     encode,
     lease,
 )
@@ -423,3 +425,28 @@ async def test_a_closed_bus_says_so(bus: Bus, fresh_run: str) -> None:
     with pytest.raises(BrokerUnavailable, match="closed"):
         await bus.pull(topology.consumers[0], batch=1, timeout_s=0.1)
     assert not await bus.healthy()
+
+
+BAD_GROUPS = ["a.b", "*", ">", "a b", "", "a\r\nPUB x 1\r\n", "x" * 5000, "\x00", "a\tb"]
+
+
+@pytest.mark.parametrize("text", [t for t in BAD_GROUPS if t != "a.b"], ids=repr)
+async def test_what_is_no_subject_or_id_is_refused_before_it_reaches_the_broker(bus: Bus, fresh_run: str, text: str) -> None:
+    """A space or a line break would be another command, and a line too long would end the connection for everybody who shares it."""
+    await bus.declare(small_topology(fresh_run))
+    root = Subjects(fresh_run).root
+    with pytest.raises(ConfigError, match="subject"):
+        await bus.publish(f"{root}.log.{text}", note(fresh_run), id="a")
+    if any(character in text for character in "\r\n\x00\t") or not text or len(text) > 4096:
+        with pytest.raises(ConfigError, match="message id"):
+            await bus.publish(f"{root}.log.a", note(fresh_run), id=text)
+    assert await bus.healthy()
+    await bus.publish(f"{root}.log.a", note(fresh_run), id="a")
+
+
+@pytest.mark.parametrize("text", BAD_GROUPS, ids=repr)
+def test_a_group_that_could_be_no_part_of_a_subject_does_not_decode(text: str) -> None:
+    """What a rollout sends becomes the subject a grader publishes on."""
+    sent = trajectory("r").model_copy(update={"group": text})
+    with pytest.raises(MalformedMessage, match="group"):
+        decode(encode(sent))
