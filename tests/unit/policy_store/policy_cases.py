@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from driftline.messages.blobs import BlobRef
 from driftline.messages.bus import Bus
 from driftline.policy_store import BlobStore, HostTensor, PolicyWriter, State
 
@@ -52,6 +53,7 @@ async def publish_chain(
     states = []
     for version in range(count):
         state = policy.step() if version else copy_of(policy.state)
-        await writer.publish(state, version=version, learner_step=version, consumed=[f"g{version}"], numerics={"lr": 0.1})
+        await writer.publish(state, version=version, learner_step=version, consumed=[f"g{version}"], numerics={"lr": 0.1},
+                             batch=BlobRef(f"{version:032x}", 100, 1) if version else None)
         states.append(copy_of(policy.state))
     return writer, states
