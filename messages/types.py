@@ -111,7 +111,7 @@ class Group(Message):
     members: int = Field(ge=1, le=1024)
     sampling: Sampling = Sampling()
     seed: int = 0
-    deadline_s: float = Field(default=600.0, gt=0)
+    deadline_s: float = Field(default=600.0, gt=0, allow_inf_nan=False)
     attempt: int = Field(default=0, ge=0)
     wanted: tuple[int, ...] = ()
 
@@ -175,7 +175,7 @@ class Trajectory(Message):
     routes: Routes | None = None
     text: str = ""
     finish: Finish
-    temperature: float = Field(default=1.0, gt=0.0)
+    temperature: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
     engine: str = ""
     started_at: float = 0.0
     finished_at: float = 0.0

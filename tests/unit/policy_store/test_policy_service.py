@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from policy_cases import Policy, publish_chain, same
+from policy_cases import Policy, copy_of, publish_chain, same
 
 from driftline.messages.bus import Bus
 from driftline.messages.errors import IntegrityError
@@ -16,6 +16,7 @@ from driftline.messages.subjects import Subjects
 from driftline.messages.types import RunFinished
 from driftline.policy_store import BlobStore, MemoryBlobs, PolicyReader, PolicyWriter
 from driftline.policy_store.checkpoint import WEIGHTS, checkpoints, latest
+from driftline.policy_store.pins import find
 from driftline.services.policy_store.service import PolicyStoreService
 
 
@@ -41,7 +42,7 @@ async def finish(bus: Bus, run: str, version: int) -> None:
 async def test_it_verifies_mirrors_and_collects_while_the_run_goes_on_and_ends_with_it(
     bus: Bus, blobs: BlobStore, fresh_run: str, tmp_path: Path
 ) -> None:
-    policy, reports = Policy(elements=3_000), Recorded()
+    policy, reports, start = Policy(elements=3_000), Recorded(), {}
     service = PolicyStoreService(
         bus, blobs, fresh_run, keep_versions=3, mirror_dir=tmp_path / "mirror", mirror_beside={"config.json": b"{}"},
         reporter=reports,
@@ -52,6 +53,7 @@ async def test_it_verifies_mirrors_and_collects_while_the_run_goes_on_and_ends_w
         tasks.create_task(service.run())
         for version in range(9):
             await writer.publish(policy.step(), version=version, learner_step=version)
+            start = copy_of(policy.state) if version == 0 else start
             await reports.until(version)
         await finish(bus, fresh_run, 8)
     assert service.verified_version == 8
@@ -63,8 +65,11 @@ async def test_it_verifies_mirrors_and_collects_while_the_run_goes_on_and_ends_w
     assert (newest / WEIGHTS).stat().st_size > policy.state["layers.0.weight"].data.size
     assert service.collected_versions >= 4
     assert same(await PolicyReader(bus, blobs, fresh_run).materialise(8), policy.state)
+    reader = PolicyReader(bus, blobs, fresh_run)
     with pytest.raises(IntegrityError):
-        await PolicyReader(bus, blobs, fresh_run).manifest(0)
+        await reader.manifest(1)
+    # Version 0 is pinned: a recording starts from it however long the run was.
+    assert same(await reader.materialise_manifest(await find(bus, reader, 0)), start)
 
 
 async def test_it_reports_on_the_metrics_stream(quick_bus: MemoryBus, fresh_run: str) -> None:
