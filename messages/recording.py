@@ -7,6 +7,7 @@ Beside it lies, once the version is the head, a `RecordedVersion`: what of its m
 
 from __future__ import annotations
 
+import asyncio
 import struct
 from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar, Final, Self
@@ -118,12 +119,14 @@ def record_space(version: int) -> str:
 
 async def store_batch(bus: Chunks, run: str, groups: Iterable[RecordedGroup], version: int) -> BlobRef:
     """Durable on return; storing the same batch again changes nothing."""
-    return await put_blob(bus, run, pack_batch(groups), space=record_space(version))
+    data = await asyncio.to_thread(pack_batch, tuple(groups))  # megabytes to compress
+    return await put_blob(bus, run, data, space=record_space(version))
 
 
 async def load_batch(bus: Chunks, run: str, version: int, ref: BlobRef) -> tuple[RecordedGroup, ...]:
     """The batch a manifest names. Raises IntegrityError when the stream has dropped it or holds something else."""
-    groups = unpack_batch(await get_blob(bus, run, ref, space=record_space(version)))
+    data = await get_blob(bus, run, ref, space=record_space(version))
+    groups = await asyncio.to_thread(unpack_batch, data)
     if groups[0].version != version or any(group.run != run for group in groups):
         raise IntegrityError("not the batch of this version", field="record", value=version)
     return groups

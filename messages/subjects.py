@@ -136,7 +136,8 @@ class Subjects:
 
 
 def topology(
-    run: str, *, queue_bytes: int = 256 * MIB, blob_bytes: int = 4096 * MIB, record_bytes: int = 1024 * MIB
+    run: str, *, queue_bytes: int = 256 * MIB, blob_bytes: int = 4096 * MIB, record_bytes: int = 1024 * MIB,
+    ledger_bytes: int = 16384 * MIB,
 ) -> Topology:
     """The streams and consumers of `run`."""
     s = Subjects(run)
@@ -151,7 +152,8 @@ def topology(
         stream("GROUPS", (f"{r}.groups",), work, new, queue_bytes),
         stream("TRAJECTORIES", (f"{r}.trajectories.>",), work, new, queue_bytes),
         stream("GRADED", (f"{r}.graded.>",), work, new, queue_bytes),
-        stream("LEDGER", (f"{r}.ledger.>",), limits, new, queue_bytes),
+        # Grows with every group and is never cut: half a kilobyte and the prompt, for each.
+        stream("LEDGER", (f"{r}.ledger.>",), limits, new, ledger_bytes),
         stream("POLICY", (f"{r}.policy.>",), limits, new, queue_bytes),
         stream("BLOB", (f"{r}.blob.>",), limits, new, blob_bytes),
         stream("CLAIM", (f"{r}.claim.>",), limits, new, 4 * queue_bytes),

@@ -94,7 +94,8 @@ Connect = Callable[[Config, str], Awaitable[Bus]]
 
 def run_topology(config: Config) -> Topology:
     broker = config.broker
-    return topology(config.run.name, queue_bytes=broker.queue_bytes, blob_bytes=broker.blob_bytes, record_bytes=broker.record_bytes)
+    return topology(config.run.name, queue_bytes=broker.queue_bytes, blob_bytes=broker.blob_bytes, record_bytes=broker.record_bytes,
+                    ledger_bytes=broker.ledger_bytes)
 
 
 async def connect(config: Config, name: str) -> Bus:
