@@ -75,7 +75,7 @@ class Result:
     ids: int = 0
     lost: int = 0
     doubled: int = 0
-    dead_letters: int = 0
+    dead_letters: dict[str, int] = field(default_factory=dict)  # by where they were and why
     outcomes: dict[str, int] = field(default_factory=dict)
     digest: str = ""
     audit_findings: int = 0
@@ -311,7 +311,7 @@ async def _settle(stage: _Stage, bus: NatsBus, result: Result) -> None:
     result.versions, result.groups, result.ids = books.head + 1, len(books.admitted), len(books.ids)
     result.lost, result.doubled, result.outcomes = len(books.lost()), len(books.doubled()), books.outcomes()
     result.digest = books.heads[books.head].digest if books.heads else ""
-    result.dead_letters = len(await dead_letters(bus, run))
+    result.dead_letters = dict(Counter(f"{letter.kind}: {letter.reason[:120]}" for letter in await dead_letters(bus, run)))
     report = await audit(bus, run, bounds=Bounds(stage.config.run.max_lag, stage.config.run.groups_per_step))
     result.audit_findings = len(report.findings)
     result.problems += [f"audit: {finding.kind} {finding.id}: {finding.sentence}" for finding in report.findings]
