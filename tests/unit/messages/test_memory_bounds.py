@@ -137,7 +137,7 @@ async def test_five_hundred_batches_leave_nothing_in_the_connection_or_the_assem
         assert batches.assembler.held_bytes == 0
         assert (bus._window._used_bytes, bus._window._used_count) == (0, 0)
         assert bus._connection._waiting == {}
-        assert bus._connection._inboxes == set()
+        assert len(bus._connection._inboxes) <= 1  # the last pull's, kept for the next
         # The client keeps a subscription for each inbox it has not yet heard the end of; one for replies is ours.
         assert len(bus._connection.client._subs) <= 2
 
