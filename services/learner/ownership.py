@@ -127,7 +127,8 @@ class Ownership:
             if now is not None and now.seq != stored.seq:
                 if isinstance(now.message, LearnerOwner) and now.message.released:
                     return
-                raise await self._fenced()
+                by = _name(now.message) if isinstance(now.message, LearnerOwner) else "another process"
+                raise HeadConflict(f"{by} is the learner of this run", field="run.name", value=self._run, remedy="start one learner for a run")
 
     async def _publish(self, beat: int, expect: int, *, released: bool = False) -> int:
         owner = LearnerOwner(run=self._run, epoch=self.epoch, beat=beat, host=self._host, pid=self._pid, boot=self._boot,

@@ -24,7 +24,7 @@ async def test_a_second_learner_is_refused_while_the_first_is_at_work(tmp_path: 
         await seen.reach(0)
         await running.start(TWIN)
         assert await running.exit_code(TWIN) == Exit.CONFLICT
-        assert "has taken over as the learner" in running.log(TWIN)
+        assert "is the learner of this run" in running.log(TWIN)
         await running.start(*(name for name in ALL if name != "learner"))
         assert await running.ended() == dict.fromkeys(ALL, 0)
         report = await seen.audited()
@@ -41,7 +41,8 @@ async def test_a_learner_that_wakes_after_it_was_replaced_stops_and_changes_noth
         at = await seen.reach(3)
         await seen.reach(at + 2)  # versions that only the second can have made
         running.signal("learner", signal.SIGCONT)
-        assert await running.exit_code("learner") == Exit.CONFLICT, running.log("learner")[-2000:]
+        # Or it finds first that the answer it had waited for is long overdue.
+        assert await running.exit_code("learner") in (Exit.CONFLICT, Exit.BROKER), running.log("learner")[-2000:]
         names = {name for name in ALL if name != "learner"} | {TWIN}
         assert await running.ended() == dict.fromkeys(names, 0)
         report = await seen.audited()
