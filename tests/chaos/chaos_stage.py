@@ -35,6 +35,7 @@ from driftline.services.audit.read import audit
 from driftline.services.audit.report import Bounds
 from driftline.services.config import Config
 from driftline.services.runtime import finished, run_topology
+from driftline.services.supervisor.children import guard
 from driftline.services.supervisor.folder import RunFolder
 from driftline.services.supervisor.keeper import Keeper
 from driftline.services.supervisor.local import service_specs
@@ -112,6 +113,7 @@ class _Stage:
         mark = {MARK: str(folder.path)}
         specs = [replace(spec, environment={**spec.environment, **mark}) for spec in service_specs(config, folder, proxy.url)]
         self.keeper = Keeper(specs, folder.logs, PATIENT)
+        self._guard: asyncio.subprocess.Process | None = None
         self._moved = asyncio.Event()
         self._ended = False
 
@@ -218,6 +220,7 @@ class _Stage:
             await asyncio.sleep(fault.seconds)
 
     async def restart_broker(self, fault: Fault) -> None:
+        await self.unguard_broker()  # before anything else may get the dead server's process id
         if fault.act is Act.STOP_BROKER:
             await self.server.stop()
             self.result.broker_stops += 1
@@ -226,6 +229,19 @@ class _Stage:
             self.result.broker_kills += 1
         await asyncio.sleep(fault.seconds)
         await self.server.start()
+        await self.guard_broker()
+
+    async def guard_broker(self) -> None:
+        """A harness that is killed itself leaves no broker behind; services end with their parent anyway."""
+        await self.unguard_broker()
+        if self.server.pid is not None:
+            self._guard = await guard(self.server.pid)
+
+    async def unguard_broker(self) -> None:
+        if self._guard is not None:
+            self._guard.kill()
+            await self._guard.wait()
+            self._guard = None
 
     async def watch_for_stalls(self) -> None:
         """Heads are what a run is for; while none comes something is wrong or slow."""
@@ -262,8 +278,12 @@ async def perform(
             stage = _Stage(config, run_folder, server, proxy, result)
             async with await NatsBus.connect(server.url, name="chaos") as bus, Echo(server.url, config.run.name, seed) as echo:
                 await bus.declare(run_topology(config))
-                await _act(stage, schedule, bus, echo)
-                await _settle(stage, bus, result)
+                await stage.guard_broker()
+                try:
+                    await _act(stage, schedule, bus, echo)
+                    await _settle(stage, bus, result)
+                finally:
+                    await stage.unguard_broker()
             result.duplicates = {plane.value: count for plane, count in echo.published.items()}
             result.restarts = dict(sorted(stage.keeper.restarts.items()))
     except* Exception as group:
