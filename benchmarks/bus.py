@@ -4,9 +4,9 @@
 
 Both sides publish the same frames with a message id into a file-backed work queue, and take them out again; what the Bus takes out it
 also decodes. "one" has one publish in flight, "window" 64. Taking out is a pull of a batch and a confirmed acknowledgement of each, the
-batch at once, as services do it (`ack_sync`); `raw_unconfirmed` is `ack()` of nats-py, which may be lost. The sides alternate, each figure
+batch at once, as services do it (`ack_sync`); the note has nats-py's `ack()` beside it, which may be lost. The sides alternate, each figure
 is the median of the repeats, and ratio is Bus over raw. Client and server are pinned to a core each where there are two. The load
-average before and after is in every row: on a busy machine the rates mean little, and the client's CPU per message (`*_cpu_us`) most.
+average before and after is in every row: on a busy machine the rates mean little, and the client's CPU per message most.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import asyncio
 import json
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 import uuid
@@ -124,6 +126,8 @@ def raw_side(client: Any, frame: bytes, *, confirmed: bool) -> Side:
     return Side(publish, take)
 
 
+ROOT = Path(__file__).resolve().parents[1]
+
 Rate = tuple[float, float]
 """Messages per second, and microseconds of this process's CPU per message: the second hardly depends on what else runs."""
 
@@ -185,16 +189,26 @@ async def run(seconds: float, repeats: int) -> list[dict[str, Any]]:
 def row(what: str, size: str, frame: int, found: dict[str, list[Rate]], before: float) -> dict[str, Any]:
     rates = {side: statistics.median(rate for rate, _ in values) for side, values in found.items()}
     used = {side: statistics.median(cpu for _, cpu in values) for side, values in found.items()}
+    mb_s = {side: value * frame / 1e6 for side, value in rates.items()}
+    note = (f"{mb_s['bus']:.3g} against {mb_s['raw']:.3g} MB/s; CPU of the client {used['bus']:.0f} against {used['raw']:.0f} µs a message; "
+            f"load {before:.1f} to {os.getloadavg()[0]:.1f}")
+    if "raw_unconfirmed" in rates:
+        note += f"; raw with unconfirmed acks {rates['raw_unconfirmed']:.0f} msg/s"
     made = {
-        "what": what, "size": size, "frame_bytes": frame, "load_before": round(before, 2), "load_after": round(os.getloadavg()[0], 2),
-        **{f"{side}_msg_s": round(value, 1) for side, value in rates.items()},
-        **{f"{side}_mb_s": round(value * frame / 1e6, 2) for side, value in rates.items()},
-        **{f"{side}_cpu_us": round(value, 1) for side, value in used.items()},
-        "ratio": round(statistics.median(b / r for (b, _), (r, _) in zip(found["bus"], found["raw"], strict=True)), 3),
-        "repeats": {side: [round(rate, 1) for rate, _ in values] for side, values in found.items()},
-    }  # fmt: skip
-    print(json.dumps({key: value for key, value in made.items() if key != "repeats"}), flush=True)
+        "case": f"{what}, {size}", "ours": round(rates["bus"], 1), "unit": "msg/s", "peer": "raw nats-py", "peer_value": round(rates["raw"], 1),
+        "ratio": round(statistics.median(b / r for (b, _), (r, _) in zip(found["bus"], found["raw"], strict=True)), 3), "bound": None, "note": note,
+    }
+    print(json.dumps(made, ensure_ascii=False), flush=True)
     return made
+
+
+def write(path: Path, rows: list[dict[str, Any]], command: str) -> None:
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False, cwd=ROOT).stdout.strip()
+    path.write_text(json.dumps({
+        "command": command, "commit": commit, "date": time.strftime("%Y-%m-%d"), "device": f"cpu-{os.cpu_count()}core",
+        "note": f"Stored in a file stream and acknowledged; window {WINDOW}; client and server on a core each. The Bus also decodes what it pulls.",
+        "rows": rows,
+    }, indent=1, ensure_ascii=False) + "\n")
 
 
 def main() -> None:
@@ -206,7 +220,7 @@ def main() -> None:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         rows = runner.run(run(options.seconds, options.repeats))
     if options.out is not None:
-        options.out.write_text(json.dumps({"cores": os.cpu_count(), "window": WINDOW, "rows": rows}, indent=1) + "\n")
+        write(options.out, rows, "python benchmarks/bus.py " + " ".join(sys.argv[1:]))
 
 
 if __name__ == "__main__":
