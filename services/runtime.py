@@ -277,6 +277,8 @@ class _Stop:
             self._timer.cancel()
         for number in (signal.SIGINT, signal.SIGTERM):
             self._loop.remove_signal_handler(number)
+        # The service has ended and the process is about to: being asked to now must not change its exit code.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def _on_signal(self, number: signal.Signals) -> None:
         if self.asked:
