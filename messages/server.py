@@ -44,7 +44,7 @@ def server_binary() -> str:
 
 
 def server_config(
-    *, port: int, store_dir: Path, log: Path, host: str = "127.0.0.1", store_bytes: int = 1 << 40, include: str = ""
+    *, port: int, store_dir: Path, log: Path, host: str = "127.0.0.1", store_bytes: int = 1 << 50, include: str = ""
 ) -> str:
     """The configuration file. `store_bytes` only bounds what streams may reserve; each stream has its own limit. `include`: a
     file with accounts and TLS, relative to this one; without it the broker is open."""

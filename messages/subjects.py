@@ -137,7 +137,7 @@ class Subjects:
 
 def topology(
     run: str, *, queue_bytes: int = 256 * MIB, blob_bytes: int = 4096 * MIB, record_bytes: int = 1024 * MIB,
-    ledger_bytes: int = 16384 * MIB,
+    ledger_bytes: int = 4096 * MIB,
 ) -> Topology:
     """The streams and consumers of `run`."""
     s = Subjects(run)

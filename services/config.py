@@ -143,7 +143,7 @@ class BrokerConfig(_Section):
     queue_bytes: int = Field(default=256 * MIB, ge=MIB)
     blob_bytes: int = Field(default=4096 * MIB, ge=16 * MIB)
     record_bytes: int = Field(default=1024 * MIB, ge=MIB)
-    ledger_bytes: int = Field(default=16384 * MIB, ge=MIB)
+    ledger_bytes: int = Field(default=4096 * MIB, ge=MIB)
     credentials: str = ""
     provision: bool = True
     connect_timeout_s: float = Field(default=10.0, gt=0)
