@@ -20,7 +20,7 @@ from driftline.messages.blobs import BlobRef, delete_blob, get_blob, has_blob, p
 from driftline.messages.bus import Bus
 from driftline.messages.errors import IntegrityError
 
-__all__ = ["BlobRef", "BlobStore", "DirectoryBlobs", "JetStreamBlobs", "MemoryBlobs"]
+__all__ = ["BlobRef", "BlobStore", "DirectoryBlobs", "JetStreamBlobs", "MemoryBlobs", "sync_directory", "write_whole"]
 
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 
@@ -114,17 +114,22 @@ class DirectoryBlobs:
     def _write(self, path: Path, data: bytes) -> None:
         # Written even when a file of this name is there: it may be a damaged one.
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, partial = tempfile.mkstemp(prefix=path.name, suffix=".partial", dir=path.parent)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(partial, path)
-        except BaseException:
-            Path(partial).unlink(missing_ok=True)
-            raise
-        sync_directory(path.parent)
+        write_whole(path, data)
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """The file appears with all of `data` or not at all, durable, readable by its owner alone."""
+    handle, partial = tempfile.mkstemp(prefix=path.name, suffix=".partial", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except BaseException:
+        Path(partial).unlink(missing_ok=True)
+        raise
+    sync_directory(path.parent)
 
 
 def sync_directory(path: Path) -> None:

@@ -12,11 +12,9 @@ folder that has it is complete.
 from __future__ import annotations
 
 import json
-import os
 import re
 import secrets
 import shutil
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,6 +25,7 @@ import bcrypt
 
 from driftline.messages.credentials import CREDENTIALS_FILE, CREDENTIALS_FORMAT
 from driftline.messages.errors import ConfigError
+from driftline.policy_store.blobs import write_whole
 from driftline.services.security.broker_config import Account, auth_conf, user_name
 from driftline.services.security.certificates import Pair, expires, make_authority, make_server
 from driftline.services.security.permissions import Role, inbox_prefix
@@ -230,16 +229,7 @@ def _write(path: Path, data: bytes) -> None:
     for folder in (path.parent.parent, path.parent):
         folder.mkdir(mode=0o700, exist_ok=True)
     path.parent.chmod(0o700)
-    handle, partial = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # 0600, whatever the umask
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except BaseException:
-        Path(partial).unlink(missing_ok=True)
-        raise
+    write_whole(path, data)
 
 
 def _json(document: dict[str, Any]) -> bytes:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from engine_cases import completion
-from loop_cases import eventually, groups_of, publish_version, queue, running, sampled
+from loop_cases import eventually, groups_of, queue, running, sampled
 from rollout_cases import (
     CONFIG,
     RUN,
@@ -17,7 +16,6 @@ from rollout_cases import (
     Tapped,
     Wrapped,
     depth,
-    gated,
     is_idle,
     names,
     rollout_consumer,
@@ -39,19 +37,6 @@ SHORT = rollout_consumer(ack_wait_s=0.5, max_deliver=1000)
 async def bus(memory_bus: MemoryBus) -> MemoryBus:
     await memory_bus.declare(topology_with(SHORT))
     return memory_bus
-
-
-@pytest.fixture
-async def blobs(bus: MemoryBus) -> MemoryBlobs:
-    blobs = MemoryBlobs()
-    await publish_version(bus, blobs, RUN, 0)
-    return blobs
-
-
-@pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    with gated(monkeypatch) as gate:
-        yield gate
 
 
 class Pulls(Tapped):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from engine_cases import group as case
 from engine_cases import policy
-from loop_cases import WAIT_S, eventually, groups_of, publish_version, queue, running, sampled, tiny
+from loop_cases import WAIT_S, eventually, groups_of, queue, running, sampled, tiny
 from rollout_cases import RUN, Tapped, depth, is_idle, names, stored
 
 from driftline.messages.memory import MemoryBus
@@ -29,13 +29,6 @@ AHEAD = 8 + 4  # max_batch and one group
 async def bus(memory_bus: MemoryBus) -> MemoryBus:
     await memory_bus.declare(run_topology(CONFIG))
     return memory_bus
-
-
-@pytest.fixture
-async def blobs(bus: MemoryBus) -> MemoryBlobs:
-    blobs = MemoryBlobs()
-    await publish_version(bus, blobs, RUN, 0)
-    return blobs
 
 
 class Watched(RolloutService):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,7 +19,6 @@ from rollout_cases import (
     Gate,
     Tapped,
     dead,
-    gated,
     is_idle,
     killed,
     names,
@@ -49,19 +48,6 @@ DATA = [ValueError("bad prompt"), IndexError("index out of range in self"), Runt
 async def bus(memory_bus: MemoryBus) -> MemoryBus:
     await memory_bus.declare(run_topology(CONFIG))
     return memory_bus
-
-
-@pytest.fixture
-async def blobs(bus: MemoryBus) -> MemoryBlobs:
-    blobs = MemoryBlobs()
-    await publish_version(bus, blobs, RUN, 0)
-    return blobs
-
-
-@pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    with gated(monkeypatch) as gate:
-        yield gate
 
 
 class Poison:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from engine_cases import completion
-from loop_cases import eventually, groups_of, publish_version, running, sampled
-from rollout_cases import CONFIG, RUN, Gate, depth, gated, is_idle, names, stored
+from loop_cases import eventually, groups_of, running, sampled
+from rollout_cases import CONFIG, RUN, Gate, depth, is_idle, names, stored
 
 from driftline.messages.memory import MemoryBus
 from driftline.messages.subjects import Subjects
@@ -24,19 +22,6 @@ WHOLE = {t.member: completion(t) for t in sampled([GROUP])}
 async def bus(memory_bus: MemoryBus) -> MemoryBus:
     await memory_bus.declare(run_topology(CONFIG))
     return memory_bus
-
-
-@pytest.fixture
-async def blobs(bus: MemoryBus) -> MemoryBlobs:
-    blobs = MemoryBlobs()
-    await publish_version(bus, blobs, RUN, 0)
-    return blobs
-
-
-@pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    with gated(monkeypatch) as gate:
-        yield gate
 
 
 def retry(attempt: int, *wanted: int) -> Group:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +18,7 @@ from loop_cases import (
     sampled,
     tiny,
 )
-from rollout_cases import CONFIG, RUN, Gate, gated, is_idle, stored, versions
+from rollout_cases import CONFIG, RUN, Gate, is_idle, stored, versions
 
 from driftline.messages.errors import BrokerFull
 from driftline.messages.memory import MemoryBus
@@ -33,23 +32,9 @@ from driftline.services.runtime import run_topology
 
 
 @pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    with gated(monkeypatch) as gate:
-        yield gate
-
-
-@pytest.fixture
 async def bus(memory_bus: MemoryBus) -> MemoryBus:
     await memory_bus.declare(run_topology(CONFIG))
     return memory_bus
-
-
-@pytest.fixture
-async def blobs(bus: MemoryBus) -> MemoryBlobs:
-    """With version 0 published."""
-    blobs = MemoryBlobs()
-    await publish_version(bus, blobs, RUN, 0)
-    return blobs
 
 
 async def test_all_members_are_stored_then_the_group_is_acknowledged(bus: MemoryBus, blobs: MemoryBlobs) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from engine_cases import group as case
 from hypothesis import given
 from hypothesis import strategies as st
 from loop_cases import eventually, finish, groups_of, publish_version, queue, running, tiny
-from rollout_cases import RUN, Gate, gated, is_idle, names, stored, versions
+from rollout_cases import RUN, Gate, is_idle, names, stored, versions
 
 from driftline.messages.codec import decode, encode
 from driftline.messages.memory import MemoryBus
@@ -26,12 +25,6 @@ from driftline.services.rollout.service import RolloutService
 from driftline.services.runtime import run_topology
 
 ENGINE = Engine(policy(), version=0)
-
-
-@pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    with gated(monkeypatch) as gate:
-        yield gate
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,6 @@ from rollout_cases import (
     Gate,
     Tapped,
     Wrapped,
-    gated,
     publish_shifted,
     rollout_consumer,
     shifted,
@@ -55,12 +53,6 @@ async def bus(memory_bus: MemoryBus) -> MemoryBus:
 @pytest.fixture
 def blobs() -> MemoryBlobs:
     return MemoryBlobs()
-
-
-@pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    with gated(monkeypatch) as gate:
-        yield gate
 
 
 def model_of(version: int) -> K3ForCausalLM:
