@@ -273,8 +273,9 @@ async def test_followers_leave_no_consumers_behind(server: NatsServer, bus: Nats
             async for _stored in messages:
                 break
     await bus._connection.client.flush()
-    info = await bus._connection.api(f"STREAM.INFO.{made.stream('LOG')}", timeout_s=5)
-    assert info["state"]["consumer_count"] == 0
+    async with asyncio.timeout(20):  # the server deletes in its own time; by itself it would only after FORGET_S
+        while (await bus._connection.api(f"STREAM.INFO.{made.stream('LOG')}", timeout_s=5))["state"]["consumer_count"]:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
 
 
 async def test_a_consumer_deleted_during_a_pull_is_made_again(server: NatsServer, bus: NatsBus) -> None:
