@@ -273,7 +273,7 @@ async def test_followers_leave_no_consumers_behind(server: NatsServer, bus: Nats
             async for _stored in messages:
                 break
     await bus._connection.client.flush()
-    async with asyncio.timeout(20):  # the server deletes in its own time; by itself it would only after FORGET_S
+    async with asyncio.timeout(8):  # the server deletes in its own time; by itself it would only after FORGET_S
         while (await bus._connection.api(f"STREAM.INFO.{made.stream('LOG')}", timeout_s=5))["state"]["consumer_count"]:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
