@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from driftline.messages.bus import Bus
 from driftline.messages.memory import MemoryBus
 from driftline.messages.nats_bus import NatsBus
 from driftline.messages.server import NatsServer
@@ -44,6 +45,18 @@ async def nats_bus(nats_url: str) -> AsyncIterator[NatsBus]:
 async def memory_bus() -> AsyncIterator[MemoryBus]:
     async with MemoryBus() as bus:
         yield bus
+
+
+@pytest.fixture(params=["memory", "nats"])
+async def bus(request: pytest.FixtureRequest) -> AsyncIterator[Bus]:
+    """Both implementations, under the same tests; a module that wants one of them has a `bus` of its own."""
+    if request.param == "memory":
+        async with MemoryBus() as memory:
+            yield memory
+    else:
+        server: NatsServer = request.getfixturevalue("nats_server")
+        async with await NatsBus.connect(server.url, name="test") as nats:
+            yield nats
 
 
 @pytest.fixture

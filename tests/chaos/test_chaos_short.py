@@ -15,7 +15,7 @@ from chaos_stage import perform
 
 pytestmark = pytest.mark.slow
 
-SEED, STEPS = 3, 8
+SEED, STEPS = 30, 8  # of the seeds whose every fault comes early enough that a slow machine does not miss it
 WAIT_S = 480.0
 
 
@@ -25,9 +25,7 @@ async def test_a_run_under_fire_ends_with_every_trajectory_ended_once(tmp_path: 
     assert result.problems == [], result.json()
     assert (result.versions, result.lost, result.doubled, result.left_over) == (STEPS + 1, 0, 0, 0), result.json()
     assert result.ids > 0
-    # A fault that waits for its turn may find the run over, on a machine that is slow at the wrong moment; it says so then.
-    assert result.broker_kills == 1 or "nats-server" in str(result.missed)
-    assert result.pauses == 1 or "rollout-0" in str(result.missed)
-    assert all(result.duplicates.values()) or "duplicate" in str(result.missed), result.duplicates
-    assert any(result.duplicates.values())
+    assert result.broker_kills == 1
+    assert result.pauses == 1
+    assert all(result.duplicates.values()), result.duplicates
     assert result.outcomes["trained"] >= STEPS
