@@ -69,7 +69,7 @@ class DispatcherService:
     async def _admit(self, newest: int) -> None:
         while self._seen < newest:
             await self._change()
-        # Groups are queued in order, so only the last one may have been admitted without being queued.
+        # Whoever admits number k has queued every one below it, so only the last may be admitted and not queued.
         self._unsettled_from = max(0, self.state.cursor - 1)
         log.info("ledger read", cursor=self.state.cursor, in_flight=len(self.state.open))
         run = self._config.run
@@ -89,11 +89,19 @@ class DispatcherService:
         self._changed.clear()
 
     async def _queue_unsettled(self) -> None:
-        """Queue what is in the ledger but maybe not in the queue; the content id makes a second time harmless."""
+        """Queue what is in the ledger but maybe not in the queue; the content id makes a second time harmless.
+
+        On return every number below the cursor is queued. The ledger moves during a publish (another dispatcher admits),
+        so it is read again after each one, and the caller takes its number before it awaits anything.
+        """
         self._queued &= self.state.open.keys()
-        for group in list(self.state.open.values()):
-            if group.index >= self._unsettled_from and group.group not in self._queued:
-                await self._queue(group)
+        while (group := self._unqueued()) is not None:
+            await self._queue(group)
+
+    def _unqueued(self) -> Group | None:
+        """The oldest admitted group that is not known to be queued."""
+        return next((group for group in self.state.open.values()
+                     if group.index >= self._unsettled_from and group.group not in self._queued), None)
 
     async def _admit_next(self) -> bool:
         """Admit the group at the cursor. False when another dispatcher did: its event is on the way."""

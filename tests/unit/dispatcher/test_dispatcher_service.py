@@ -193,6 +193,35 @@ async def test_two_dispatchers_at_once_stay_within_the_bound(bus: Crashing) -> N
     assert sorted(group.index for group in groups) == list(range(12))
 
 
+async def test_what_another_admitted_during_a_publish_is_queued_before_the_next_is_admitted(bus: Crashing) -> None:
+    """Two dispatchers die at the same time: at most the last group may be admitted and not queued, or it is never found."""
+    def admitted(index: int) -> Admitted:
+        group = Group(run=RUN, group=f"g{index:08d}", index=index, members=2, deadline_s=600.0,
+                      task=Task(id=str(index), source="test", family="test", prompt=str(index)))
+        return Admitted(run=RUN, group=group, at=0.0)
+
+    await bus.publish(SUBJECTS.admitted("g00000000"), admitted(0), id="first", expect_last=0)
+    dispatcher = service(bus)
+    order: list[tuple[str, int]] = []
+
+    async def publish(subject: str, message: Message, *, id: str, expect_last: int | None = None) -> PubAck:
+        if subject == SUBJECTS.groups and not order:  # the other one gets number 1 while this one queues number 0
+            await Crashing.publish(bus, SUBJECTS.admitted("g00000001"), admitted(1), id="other", expect_last=0)
+            async with asyncio.timeout(WAIT_S):
+                while dispatcher.state.cursor < 2:
+                    await asyncio.sleep(0.001)
+        if isinstance(message, Group):
+            order.append(("queued", message.index))
+        elif isinstance(message, Admitted):
+            order.append(("admitted", message.group.index))
+        return await Crashing.publish(bus, subject, message, id=id, expect_last=expect_last)
+
+    bus.publish = publish  # type: ignore[method-assign]
+    async with running(dispatcher):
+        await queued(bus, 4)
+    assert order[:4] == [("queued", 0), ("queued", 1), ("admitted", 2), ("queued", 2)]
+
+
 async def test_a_full_queue_makes_it_wait_and_drops_nothing(bus: Crashing) -> None:
     """H18, L9 (docs/field_failures.md)."""
     bus.full_for = 4
