@@ -20,14 +20,14 @@ from __future__ import annotations
 
 import struct
 import threading
-from enum import IntEnum
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import zstandard
 
 from driftline.messages.errors import IntegrityError
+from driftline.policy_store.forms import Codec, EncodedShard
 from driftline.policy_store.tensor import SHARD_BYTES, Bytes1D
 
 __all__ = ["FULL_WORTH", "SPARSE_MAX", "Codec", "EncodedShard", "apply", "encode_delta", "encode_full"]
@@ -48,20 +48,6 @@ _UINT: dict[int, np.dtype[np.unsignedinteger[Any]]] = {
     1: np.dtype(np.uint8), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8"),
 }
 _local = threading.local()
-
-
-class Codec(IntEnum):
-    UNCHANGED = 0
-    SPARSE = 1
-    DENSE = 2
-    FULL = 3
-
-
-class EncodedShard(NamedTuple):
-    codec: Codec
-    payload: bytes
-    changed: int
-    """Elements that differ from the base; all of them for a full."""
 
 
 def encode_delta(base: Bytes1D, new: Bytes1D, width: int) -> EncodedShard:

@@ -46,30 +46,35 @@ Bytes1D: TypeAlias = npt.NDArray[np.uint8]
 
 
 class DType(NamedTuple):
-    """Bytes per element, the name safetensors uses, and the numpy type that holds it (same-width integers where none does)."""
+    """Bytes per element, the name safetensors uses, and the numpy type that holds it (same-width integers where none does).
+
+    `exponent`: of a float, its lowest exponent bit and how many there are; a step changes small weights far more often than large
+    ones, and the exponent tells them apart.
+    """
 
     width: int
     safetensors: str
     numpy: str
+    exponent: tuple[int, int] | None = None
 
 
 DTYPES: dict[str, DType] = {
     "bool": DType(1, "BOOL", "bool"),
     "uint8": DType(1, "U8", "<u1"),
     "int8": DType(1, "I8", "<i1"),
-    "float8_e4m3fn": DType(1, "F8_E4M3", "<u1"),
-    "float8_e5m2": DType(1, "F8_E5M2", "<u1"),
+    "float8_e4m3fn": DType(1, "F8_E4M3", "<u1", (3, 4)),
+    "float8_e5m2": DType(1, "F8_E5M2", "<u1", (2, 5)),
     "float8_e8m0fnu": DType(1, "F8_E8M0", "<u1"),
     "uint16": DType(2, "U16", "<u2"),
     "int16": DType(2, "I16", "<i2"),
-    "float16": DType(2, "F16", "<f2"),
-    "bfloat16": DType(2, "BF16", "<u2"),
+    "float16": DType(2, "F16", "<f2", (10, 5)),
+    "bfloat16": DType(2, "BF16", "<u2", (7, 8)),
     "uint32": DType(4, "U32", "<u4"),
     "int32": DType(4, "I32", "<i4"),
-    "float32": DType(4, "F32", "<f4"),
+    "float32": DType(4, "F32", "<f4", (23, 8)),
     "uint64": DType(8, "U64", "<u8"),
     "int64": DType(8, "I64", "<i8"),
-    "float64": DType(8, "F64", "<f8"),
+    "float64": DType(8, "F64", "<f8", (52, 11)),
 }
 
 

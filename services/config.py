@@ -23,6 +23,14 @@ from driftline.messages.errors import ConfigError
 from driftline.messages.subjects import MIB, topology
 from driftline.messages.types import Sampling
 from driftline.services.config_text import problems, to_toml
+from driftline.services.policy_config import (
+    PolicyConfig,
+    PolicyStoreConfig,
+    RelayConfig,
+    Section,
+    anchored_store,
+    clash,
+)
 
 __all__ = [
     "Config",
@@ -32,7 +40,6 @@ __all__ = [
     "Proximal",
     "Sandbox",
     "StalePolicy",
-    "StoreKind",
     "in_flight_members",
     "load",
     "resolve",
@@ -92,23 +99,14 @@ class Sandbox(StrEnum):
     OFF = "off"
 
 
-class StoreKind(StrEnum):
-    JETSTREAM = "jetstream"
-    DIRECTORY = "directory"
-
-
 # Objectives that judge a member against its group: with one member every advantage is zero and nothing is ever learnt.
 GROUP_RELATIVE = frozenset({Objective.GSPO, Objective.GRPO, Objective.PPO, Objective.CISPO, Objective.IMPORTANCE_SAMPLING})
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
 
 Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:[0-9]+)?)$")]
 
 
-class RunConfig(_Section):
+class RunConfig(Section):
     """What the experiment is. `name` is the run's id in every subject, so it is also what a restart resumes.
 
     A group that is not complete after `group_deadline_s` is expired, trained with its at least `partial_min_members` members, or
@@ -133,7 +131,7 @@ class RunConfig(_Section):
     time_limit_s: float = Field(default=0.0, ge=0)
 
 
-class BrokerConfig(_Section):
+class BrokerConfig(Section):
     """Where NATS is. An empty `url` means: start a server inside this run. `credentials` is a file that `driftline keys` made, or
     its folder, in which each service finds its role's. Who may not administer the broker needs `provision` = false: streams are
     then only checked, never declared."""
@@ -152,25 +150,17 @@ class BrokerConfig(_Section):
     @model_validator(mode="after")
     def _secrets_stay_out(self) -> Self:
         if (shown := redacted(self.url)) != self.url:
-            raise _clash(
+            raise clash(
                 "broker.url", shown, "a run file is copied, printed and logged: it may not hold a password",
                 "remove it, and name a file of `driftline keys make` in broker.credentials")
         if self.credentials and not self.url:
-            raise _clash(
+            raise clash(
                 "broker.credentials", self.credentials, "the server inside a run has no users: it listens on this machine alone",
                 "name the broker they are for in broker.url, or remove them")
         return self
 
 
-class PolicyConfig(_Section):
-    init: str = "base"
-    dtype: Annotated[str, Field(pattern="^(bfloat16|float32)$")] = "bfloat16"
-    full_every: int = Field(default=10, ge=1)
-    store: StoreKind = StoreKind.JETSTREAM
-    directory: str = ""
-
-
-class MixturePartConfig(_Section):
+class MixturePartConfig(Section):
     """One family of a mixture; an empty `source` is the mixture's own."""
 
     family: str
@@ -179,7 +169,7 @@ class MixturePartConfig(_Section):
     source: str = ""
 
 
-class TasksConfig(_Section):
+class TasksConfig(Section):
     """`[[tasks.mixture]]` parts, where given, replace `family` and `params` for training; evaluation keeps `family`."""
 
     source: str = "reasoning_gym"
@@ -191,7 +181,7 @@ class TasksConfig(_Section):
     heldout_seed: int = Field(default=1_000_003, ge=0)
 
 
-class SamplingConfig(_Section):
+class SamplingConfig(Section):
     temperature: float = Field(default=1.0, gt=0.0, le=10.0)
     max_tokens: int = Field(default=16, ge=1)
 
@@ -199,20 +189,24 @@ class SamplingConfig(_Section):
         return Sampling(temperature=self.temperature, max_tokens=self.max_tokens)
 
 
-class DispatcherConfig(_Section):
+class DispatcherConfig(Section):
     full_wait_s: float = Field(default=120.0, gt=0)
 
 
-class RolloutConfig(_Section):
+class RolloutConfig(Section):
+    """`advance_s`, `read_s`: how long a move to a newer policy by deltas, and reading a whole version, may take."""
+
     engines: int = Field(default=2, ge=1, le=1024)
     max_batch: int = Field(default=64, ge=1)
     policy_update: PolicyUpdate = PolicyUpdate.IN_FLIGHT
     threads: int = Field(default=1, ge=1)
     device: Device = "cpu"
     data_failures: int = Field(default=2, ge=1)
+    advance_s: float = Field(default=120.0, gt=0)
+    read_s: float = Field(default=600.0, gt=0)
 
 
-class GraderConfig(_Section):
+class GraderConfig(Section):
     """`sandbox` says where rewards run; see docs/operations.md for what each keeps out."""
 
     workers: int = Field(default=1, ge=1)
@@ -222,7 +216,7 @@ class GraderConfig(_Section):
     sandbox: Sandbox = Sandbox.AUTO
 
 
-class LearnerConfig(_Section):
+class LearnerConfig(Section):
     """`checkpoint_every` steps the optimizer state is written beside the training; a step waits when more than `max_recompute`
     steps would have to be computed again after a crash. `lease_s`: how long a learner that is silent still owns the run.
     `held_bytes` bounds the members held in memory. Checkpoints go to `checkpoint_dir` (empty: the run folder)."""
@@ -259,11 +253,11 @@ class LearnerConfig(_Section):
     @model_validator(mode="after")
     def _icepop_is_an_interval(self) -> Self:
         if self.icepop is not None and not 0 <= self.icepop[0] < self.icepop[1]:
-            raise _clash("learner.icepop", list(self.icepop), "masks every token", "give [low, high] with 0 <= low < high")
+            raise clash("learner.icepop", list(self.icepop), "masks every token", "give [low, high] with 0 <= low < high")
         return self
 
 
-class EvaluatorConfig(_Section):
+class EvaluatorConfig(Section):
     """Every `every` versions (0: only the first and the last) the held-out tasks are measured."""
 
     every: int = Field(default=5, ge=0)
@@ -272,27 +266,13 @@ class EvaluatorConfig(_Section):
     device: Device = "cpu"
 
 
-class PolicyStoreConfig(_Section):
-    """`keep_versions` = 0 collects nothing; version 0 is kept while `keep_start`, so that a recording can start from it. `mirror` keeps the newest `mirror_keep` versions as files in the run folder."""
-
-    keep_versions: int = Field(default=20, ge=0)
-    keep_start: bool = True
-    mirror: bool = True
-    mirror_keep: int = Field(default=2, ge=1)
-
-
-class TelemetryConfig(_Section):
+class TelemetryConfig(Section):
     """`http_port` is the first of a block: each service adds its own offset (0 turns health and metrics pages off)."""
 
     http_host: str = "127.0.0.1"
     http_port: int = Field(default=0, ge=0, le=65000)
     log_level: Annotated[str, Field(pattern="^(debug|info|warning|error)$")] = "info"
     drain_s: float = Field(default=10.0, gt=0)
-
-
-def _clash(field: str, value: object, problem: str, remedy: str) -> ValueError:
-    """A cross-field refusal; the text survives pydantic, which wraps ValueErrors."""
-    return ValueError(str(ConfigError(problem, field=field, value=value, remedy=remedy)))
 
 
 def in_flight_members(run: RunConfig) -> int:
@@ -322,37 +302,38 @@ class Config(BaseModel):
     learner: LearnerConfig = Field(default_factory=LearnerConfig)
     evaluator: EvaluatorConfig = Field(default_factory=EvaluatorConfig)
     policy_store: PolicyStoreConfig = Field(default_factory=PolicyStoreConfig)
+    relay: RelayConfig = Field(default_factory=RelayConfig)
     telemetry: TelemetryConfig = Field(default_factory=TelemetryConfig)
 
     @model_validator(mode="after")
     def _groups_can_end(self) -> Self:
         run, learner = self.run, self.learner
         if learner.min_group_members > run.group_size:
-            raise _clash(
+            raise clash(
                 "learner.min_group_members", learner.min_group_members,
                 f"no group of run.group_size = {run.group_size} can ever reach it, so nothing would be trained",
                 f"set it to at most {run.group_size}, or raise run.group_size",
             )
         if learner.objective in GROUP_RELATIVE and run.group_size < 2:
-            raise _clash(
+            raise clash(
                 "run.group_size", run.group_size,
                 f"learner.objective = '{learner.objective}' compares members of a group, so the advantage of a lone "
                 "member is always zero and no version would ever be produced",
                 "use at least 2",
             )
         if run.deadline_policy is DeadlinePolicy.TRAIN_PARTIAL and run.partial_min_members > run.group_size:
-            raise _clash(
+            raise clash(
                 "run.partial_min_members", run.partial_min_members, f"a group has run.group_size = {run.group_size} members",
                 f"set it to at most {run.group_size}",
             )
         if learner.checkpoint_every > learner.max_recompute:
-            raise _clash(
+            raise clash(
                 "learner.checkpoint_every", learner.checkpoint_every,
                 f"steps would wait for a checkpoint that is not due before learner.max_recompute = {learner.max_recompute}",
                 "make it at most learner.max_recompute",
             )
         if self.grader.deadline_s >= run.group_deadline_s:
-            raise _clash(
+            raise clash(
                 "grader.deadline_s", self.grader.deadline_s,
                 f"a reward that hangs would expire its whole group (run.group_deadline_s = {run.group_deadline_s:g}) "
                 "before it is counted as failed",
@@ -367,7 +348,7 @@ class Config(BaseModel):
         need = members * member_bytes(self.sampling)
         what = f"the bound admits (max_lag + 1) * groups_per_step * group_size = {members} members"
         if broker.queue_bytes < need:
-            raise _clash(
+            raise clash(
                 "broker.queue_bytes", broker.queue_bytes,
                 f"{what}, about {need} bytes: the queue would fill and every producer would wait for a learner that "
                 "waits for them",
@@ -375,19 +356,19 @@ class Config(BaseModel):
             )
         learner = next(consumer for consumer in topology(run.name).consumers if consumer.durable == "learner")
         if members > learner.max_ack_pending:
-            raise _clash(
+            raise clash(
                 "run.groups_per_step", run.groups_per_step,
                 f"{what}, but the learner may hold {learner.max_ack_pending} at once: a batch could never complete",
                 "lower run.max_lag, run.groups_per_step or run.group_size",
             )
         if self.learner.held_bytes < need:
-            raise _clash(
+            raise clash(
                 "learner.held_bytes", self.learner.held_bytes, f"{what}, about {need} bytes: a batch could never complete",
                 f"set it to at least {need}, or lower run.max_lag, run.groups_per_step or run.group_size",
             )
         per_step = run.groups_per_step * run.group_size * member_bytes(self.sampling)
         if broker.record_bytes < (self.learner.max_recompute + 1) * per_step:
-            raise _clash(
+            raise clash(
                 "broker.record_bytes", broker.record_bytes,
                 f"a learner recovers from the last learner.max_recompute = {self.learner.max_recompute} batches, each about {per_step} bytes",
                 f"set it to at least {(self.learner.max_recompute + 1) * per_step}",
@@ -396,22 +377,17 @@ class Config(BaseModel):
 
     @model_validator(mode="after")
     def _places_exist(self) -> Self:
-        if self.policy.store is StoreKind.DIRECTORY and not self.policy.directory:
-            raise _clash(
-                "policy.directory", "", "policy.store = 'directory' needs a directory that every service can reach",
-                "name one, or use policy.store = 'jetstream'",
-            )
         if self.broker.url and self.broker.store_dir:
-            raise _clash(
+            raise clash(
                 "broker.store_dir", self.broker.store_dir,
                 "it is where an embedded server keeps its streams, but broker.url names a running one",
                 "remove one of the two",
             )
         if self.broker.url and not re.match(r"^(nats|tls|ws|wss)://", self.broker.url):
-            raise _clash("broker.url", self.broker.url, "not a NATS address", "write nats://host:4222")
+            raise clash("broker.url", self.broker.url, "not a NATS address", "write nats://host:4222")
         for source in (self.tasks.source, *(part.source or self.tasks.source for part in self.tasks.mixture)):
             if source not in ("reasoning_gym", "generators") and not re.match(r"^python:[^:]+(:\w+)?$", source):
-                raise _clash(
+                raise clash(
                     "tasks.source", source, "unknown kind of task source",
                     "write 'reasoning_gym', 'generators', or 'python:FILE.py:NAME' for your own tasks",
                 )
@@ -484,10 +460,11 @@ def _anchor(document: dict[str, Any], base: Path) -> None:
     if isinstance(broker, dict) and isinstance(broker.get("credentials"), str) and broker["credentials"]:
         broker["credentials"] = str(base / broker["credentials"])
     if isinstance(policy, dict):
-        for key in ("init", "directory"):
-            value = policy.get(key)
-            if isinstance(value, str) and value and not (key == "init" and value == "base"):
-                policy[key] = str(base / value)
+        init, store = policy.get("init"), policy.get("store")
+        if isinstance(init, str) and init and init != "base":
+            policy["init"] = str(base / init)
+        if isinstance(store, str):
+            policy["store"] = anchored_store(store, base)
     if isinstance(tasks, dict):
         parts = tasks.get("mixture")
         for part in (tasks, *(parts if isinstance(parts, list) else ())):

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from driftline.messages.bus import Bus
 from driftline.messages.errors import ConfigError
-from driftline.services.config import Config, StoreKind
+from driftline.services.config import Config
+from driftline.services.policy_config import FILE
 from driftline.services.runtime import Build, Context, Service
 
 if TYPE_CHECKING:
@@ -25,11 +26,10 @@ def blob_store(bus: Bus, config: Config) -> BlobStore:
     """Where policy bytes live."""
     from driftline.policy_store.blobs import DirectoryBlobs, JetStreamBlobs
 
-    match config.policy.store:
-        case StoreKind.DIRECTORY:
-            return DirectoryBlobs(Path(config.policy.directory))
-        case StoreKind.JETSTREAM:
-            return JetStreamBlobs(bus, config.run.name)
+    store = config.policy.store
+    if store.startswith(FILE):
+        return DirectoryBlobs(Path(store.removeprefix(FILE)))
+    return JetStreamBlobs(bus, config.run.name)
 
 
 def task_source(config: Config) -> TaskSource:

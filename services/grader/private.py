@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from driftline.services.config import Config
+from driftline.services.policy_config import FILE
 
 __all__ = ["private_paths"]
 
@@ -15,6 +16,6 @@ def private_paths(config: Config, run_dir: Path | None = None) -> tuple[str, ...
     found = [
         Path(config.run.dir), run_dir, credentials, credentials.parent if credentials else None,
         Path(config.broker.store_dir) if config.broker.store_dir else None,
-        Path(config.policy.directory) if config.policy.directory else None,
+        Path(config.policy.store.removeprefix(FILE)) if config.policy.store.startswith(FILE) else None,
     ]  # fmt: skip
     return tuple(str(path.absolute()) for path in found if path is not None)

@@ -30,13 +30,14 @@ from driftline.policy_store.blobs import JetStreamBlobs
 from driftline.policy_store.checkpoint import write_checkpoint
 from driftline.policy_store.reader import PolicyReader
 from driftline.policy_store.tensor import State, state_digest
-from driftline.services.config import Config, StoreKind, resolve
+from driftline.services.config import Config, resolve
 from driftline.services.learner.determinism import compute_deterministically
 from driftline.services.learner.numerics import numerics_facts
 from driftline.services.learner.records import batch_of
 from driftline.services.learner.recovery import How
 from driftline.services.learner.service import LearnerService
 from driftline.services.learner.trainer import Trainer
+from driftline.services.policy_config import JETSTREAM
 from driftline.services.policy_model import build_model, policy_torch_dtype
 from driftline.services.publishing import publish_patiently
 from driftline.services.replay.comparison import Comparison, Difference, Mode, Span
@@ -76,7 +77,7 @@ def recorded_config(recording: Recording, folder: Path, last: int, device: str |
                           remedy="replay on the recorded kind of device; --device cpu computes the steps, with other last bits")
     return config.model_copy(update={
         "run": config.run.model_copy(update={"steps": max(1, last), "time_limit_s": 0.0, "dir": str(folder)}),
-        "policy": config.policy.model_copy(update={"init": str(init), "store": StoreKind.JETSTREAM, "directory": ""}),
+        "policy": config.policy.model_copy(update={"init": str(init), "store": JETSTREAM}),
         "learner": config.learner.model_copy(update={"device": device, "checkpoint_dir": ""}),
     })
 

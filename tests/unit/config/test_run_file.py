@@ -75,7 +75,8 @@ def test_every_fault_is_listed_at_once(tmp_path: Path) -> None:
         ("run.name=a b", ("run.name = 'a b'", "letters, digits")),
         ("broker.queue_bytes=1100000", ("broker.queue_bytes", "would fill", "at least")),
         ("grader.deadline_s=400", ("grader.deadline_s", "expire its whole group")),
-        ("policy.store=directory", ("policy.directory", "every service can reach")),
+        ("policy.store=directory", ("policy.store = 'directory'", "'file:/shared/folder'")),
+        ("policy.store=s3:///", ("policy.store", "s3://bucket/prefix")),
         ("broker.url=localhost:4222", ("broker.url", "nats://host:4222")),
         ("tasks.source=gsm8k", ("tasks.source", "reasoning_gym")),
         ("learner.icepop=[3, 1]", ("learner.icepop", "low < high")),
@@ -89,6 +90,12 @@ def test_every_fault_is_listed_at_once(tmp_path: Path) -> None:
 def test_a_bad_override_names_field_and_remedy(tmp_path: Path, override: str, words: tuple[str, ...]) -> None:
     text = refusal(tmp_path, "", override)
     assert all(word in text for word in words), text
+
+
+def test_a_retention_without_collection_is_refused(tmp_path: Path) -> None:
+    text = refusal(tmp_path, "[policy_store]\nkeep_versions = 0\nkeep_s = 5.0")
+    assert "policy_store.keep_versions = 0" in text
+    assert "at least 1" in text
 
 
 def test_lone_members_are_refused_for_objectives_that_compare(tmp_path: Path) -> None:

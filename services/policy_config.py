@@ -1,0 +1,93 @@
+"""The settings of a run's policy: what it starts from, how its versions are encoded, where they live, how long, who passes them on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Self
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from driftline.messages.errors import ConfigError
+from driftline.policy_store.forms import DeltaForm
+
+__all__ = ["FILE", "JETSTREAM", "S3", "PolicyConfig", "PolicyStoreConfig", "RelayConfig", "Section", "anchored_store", "clash"]
+
+JETSTREAM = "jetstream"
+FILE = "file:"
+S3 = "s3://"
+
+_STORES = f"'{JETSTREAM}', '{FILE}/shared/folder' or '{S3}bucket/prefix'"
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+
+
+def clash(field: str, value: object, problem: str, remedy: str) -> ValueError:
+    """A refusal with its remedy; the text survives pydantic, which wraps ValueErrors."""
+    return ValueError(str(ConfigError(problem, field=field, value=value, remedy=remedy)))
+
+
+class PolicyConfig(Section):
+    """`store`: where the bytes of versions live: 'jetstream' (in the broker), 'file:FOLDER' (a folder all services reach) or
+    's3://BUCKET/PREFIX' (`s3_endpoint`, `s3_region`; the keys come from AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY).
+
+    A full is stored every `full_every` versions, and sooner when the deltas since the last one exceed `full_share` of its size."""
+
+    init: str = "base"
+    dtype: Annotated[str, Field(pattern="^(bfloat16|float32)$")] = "bfloat16"
+    full_every: int = Field(default=10, ge=1)
+    full_share: float = Field(default=1.0, gt=0)
+    delta_form: DeltaForm = DeltaForm.SMALL
+    store: str = JETSTREAM
+    s3_endpoint: str = ""
+    s3_region: str = ""
+
+    @field_validator("store")
+    @classmethod
+    def _store(cls, value: str) -> str:
+        named = value.removeprefix(S3) if value.startswith(S3) else value.removeprefix(FILE) if value.startswith(FILE) else ""
+        if value != JETSTREAM and (not named.strip("/") or named == value):
+            raise clash("policy.store", value, "not a place for versions", f"use {_STORES}")
+        return value
+
+
+class RelayConfig(Section):
+    """Engines that pass packs on to each other, so that the store is read about once and not by each of them. `host` is what it listens
+    on and `advertise` what others call it by (empty: the host); `port` 0 takes a free one; `cache_bytes` bounds what is kept for others."""
+
+    enabled: bool = False
+    host: str = "127.0.0.1"
+    advertise: str = ""
+    port: int = Field(default=0, ge=0, le=65535)
+    fanout: int = Field(default=4, ge=1, le=64)
+    cache_bytes: int = Field(default=2 * 2**30, ge=2**20)
+    wait_s: float = Field(default=10.0, gt=0)
+
+
+class PolicyStoreConfig(Section):
+    """Kept: the newest `keep_versions` (0 collects nothing), what is younger than `keep_s`, what is pinned, version 0 while `keep_start` (every
+    recording starts there). `keep_bytes` (0: no bound) lets the oldest of these go, pins excepted, until the rest fits.
+    Nothing is deleted before it was unneeded for `grace_s`. `shortcuts`: deltas over 2, 4, 8, ... versions are stored for those who
+    come late. `mirror` keeps the newest `mirror_keep` versions as files in the run folder."""
+
+    keep_versions: int = Field(default=20, ge=0)
+    keep_s: float = Field(default=0.0, ge=0)
+    keep_bytes: int = Field(default=0, ge=0)
+    keep_start: bool = True
+    grace_s: float = Field(default=30.0, ge=0)
+    shortcuts: bool = True
+    mirror: bool = True
+    mirror_keep: int = Field(default=2, ge=1)
+
+    @model_validator(mode="after")
+    def _retention(self) -> Self:
+        if self.keep_versions == 0 and (self.keep_s or self.keep_bytes):
+            raise clash("policy_store.keep_versions", 0, "0 collects nothing, so keep_s and keep_bytes would do nothing",
+                        "set keep_versions to at least 1")
+        return self
+
+
+def anchored_store(store: str, base: Path) -> str:
+    """A relative folder of a run file made absolute, so that a resolved copy means the same from anywhere."""
+    return f"{FILE}{base / store.removeprefix(FILE)}" if store.startswith(FILE) and store != FILE else store
