@@ -27,10 +27,10 @@ import numpy.typing as npt
 import zstandard
 
 from driftline.messages.errors import IntegrityError
-from driftline.policy_store.forms import Codec, EncodedShard
+from driftline.policy_store.forms import Changes, Codec, DeltaForm, EncodedShard
 from driftline.policy_store.tensor import SHARD_BYTES, Bytes1D
 
-__all__ = ["FULL_WORTH", "SPARSE_MAX", "Codec", "EncodedShard", "apply", "encode_delta", "encode_full"]
+__all__ = ["FULL_WORTH", "SPARSE_MAX", "Codec", "EncodedShard", "apply", "encode_changes", "encode_delta", "encode_full"]
 
 SPARSE_MAX = 0.4
 """Sparse is smaller up to about half of the elements and quicker up to about 0.3; at 0.4 they trade evenly."""
@@ -50,7 +50,9 @@ _UINT: dict[int, np.dtype[np.unsignedinteger[Any]]] = {
 _local = threading.local()
 
 
-def encode_delta(base: Bytes1D, new: Bytes1D, width: int) -> EncodedShard:
+def encode_delta(
+    base: Bytes1D, new: Bytes1D, width: int, *, exponent: tuple[int, int] | None = None, form: DeltaForm = DeltaForm.SMALL
+) -> EncodedShard:
     """`new` as a change of `base`; both are whole elements of `width` bytes and equally long."""
     if base.size != new.size or new.size % width:
         raise IntegrityError(f"base has {base.size} bytes, new {new.size}, width {width}", field="shard", value=new.size)
@@ -76,7 +78,9 @@ def encode_full(new: Bytes1D, width: int) -> EncodedShard:
     return EncodedShard(Codec.FULL, _sections(_planes(elements)), elements.size)
 
 
-def apply(codec: Codec, payload: bytes | memoryview, out: Bytes1D, width: int) -> None:
+def apply(
+    codec: Codec, payload: bytes | memoryview, out: Bytes1D, width: int, *, exponent: tuple[int, int] | None = None
+) -> None:
     """Turn `out`, which holds the base, into the new shard, in place. For a full `out` may hold anything.
 
     Raises IntegrityError on a malformed payload; `out` is then undefined.
@@ -199,3 +203,12 @@ def _decompressor() -> zstandard.ZstdDecompressor:
         _local.decompressor = zstandard.ZstdDecompressor(max_window_size=4 * SHARD_BYTES)
     decompressor: zstandard.ZstdDecompressor = _local.decompressor
     return decompressor
+
+
+def encode_changes(
+    base: Bytes1D, changes: Changes, width: int, *, exponent: tuple[int, int] | None = None, form: DeltaForm = DeltaForm.SMALL
+) -> EncodedShard:
+    """What `encode_delta` gives for `base` with `changes` made."""
+    new = base.copy()
+    new.view(_UINT[width])[changes.at] ^= changes.xor
+    return encode_delta(base, new, width, exponent=exponent, form=form)
