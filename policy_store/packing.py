@@ -1,14 +1,17 @@
-"""Packing: the encoded shards of one version, many to a blob, and back.
+"""Packing: shards in, packs out, in the order they came, with a bound on what is in memory between.
 
 A pack opens with the version it belongs to, so no two versions ever share a blob: collecting one cannot take bytes from another,
-and a pack put in another's place is refused. At most `PUTS_IN_FLIGHT` packs and one batch of shards are in memory while encoding.
+and a pack put in another's place is refused. Given the same shards in the same order the packs are the same bytes, so an upload that
+was cut off is repeated under the same names and only the rest is sent. In memory at most: `ROOM_BYTES` of shards waiting, as much being
+encoded, and `PUTS_IN_FLIGHT` packs of each encoding on their way.
 """
 
 from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import Iterable, Iterator
+import time
+from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -16,9 +19,12 @@ import numpy as np
 
 from driftline.messages.errors import IntegrityError
 from driftline.policy_store.blobs import BlobStore
-from driftline.policy_store.codec import Codec, EncodedShard, encode_delta, encode_full
+from driftline.policy_store.codec import encode_changes, encode_delta, encode_full
+from driftline.policy_store.forms import Changes, Codec, DeltaForm, EncodedShard
 from driftline.policy_store.manifest import Encoding, Pack
 from driftline.policy_store.tensor import (
+    DIGEST_BYTES,
+    DTYPES,
     Bytes1D,
     HostTensor,
     Shard,
@@ -29,18 +35,19 @@ from driftline.policy_store.tensor import (
 )
 from driftline.policy_store.workers import Workers
 
-__all__ = ["PACK_BYTES", "EncodedState", "PackHead", "batches", "encode_state"]
+__all__ = ["PACK_BYTES", "ROOM_BYTES", "EncodedState", "Job", "PackHead", "Packer", "ShardStream", "comparable", "encode_state"]
 
 PACK_BYTES = 4 * 1024 * 1024
 """A pack is closed at this size: eight chunks of the blob stream, and a retry costs a few milliseconds."""
 
-BATCH_BYTES = 64 * 1024 * 1024
-"""Raw weights encoded per round of the workers; bounds what is encoded but not yet packed."""
+ROOM_BYTES = 64 * 1024 * 1024
+"""Raw weights that wait to be encoded, and again as many that are being encoded."""
 
 PUTS_IN_FLIGHT = 2
 
 _HEAD = struct.Struct("<4sBxxxQI")
 _MAGIC = b"DLP1"
+_UINT = {1: "<u1", 2: "<u2", 4: "<u4", 8: "<u8"}
 
 
 class PackHead(NamedTuple):
@@ -59,55 +66,187 @@ class PackHead(NamedTuple):
                                  value=data[: _HEAD.size])
 
 
+class Coded(NamedTuple):
+    """A shard as a worker leaves it."""
+
+    delta: EncodedShard | None
+    full: EncodedShard | None
+    digest: bytes
+
+
 @dataclass(frozen=True)
 class Job:
-    """A shard to encode, in a worker thread."""
+    """A shard to encode, in a worker thread.
+
+    `new` is its bytes, or the changes to `base`. `forward`: the base becomes the new shard, once that is encoded.
+    """
 
     shard: Shard
+    dtype: str
     base: Bytes1D | None
     base_digest: bytes | None
-    new: Bytes1D
-    width: int
+    new: Bytes1D | Changes
+    delta: bool
+    full: bool
+    forward: bool = False
+    form: DeltaForm = DeltaForm.SMALL
 
-    def encode(self) -> tuple[EncodedShard, bytes]:
-        digest = shard_digest(self.new)
-        if self.base is None:
-            return encode_full(self.new, self.width), digest
-        if self.base_digest is not None and shard_digest(self.base) != self.base_digest:
+    @property
+    def nbytes(self) -> int:
+        return self.shard.stop - self.shard.start
+
+    def encode(self) -> Coded:
+        kind = DTYPES[self.dtype]
+        if self.base_digest is not None and self.base is not None and shard_digest(self.base) != self.base_digest:
             # A delta against a damaged base is one that every reader refuses.
             raise IntegrityError("the writer's base is not what it published", field=self.shard.name,
                                  value=self.shard.number, remedy="resume() reads it again")
-        return encode_delta(self.base, self.new, self.width), digest
+        known = self.base if self.base_digest is not None else None
+        delta: EncodedShard | None = None
+        if isinstance(self.new, Changes):
+            if self.base is None or known is None:
+                raise IntegrityError("changes of a shard that has no base", field=self.shard.name, value=self.shard.number,
+                                     remedy="hand in the whole shard")
+            if self.delta:
+                delta = encode_changes(known, self.new, kind.width, exponent=kind.exponent, form=self.form)
+            self.base.view(_UINT[kind.width])[self.new.at] ^= self.new.xor
+            new = self.base
+        else:
+            new = self.new
+            if self.delta:
+                delta = (encode_full(new, kind.width) if known is None
+                         else encode_delta(known, new, kind.width, exponent=kind.exponent, form=self.form))
+            if self.forward and self.base is not None and (delta is None or delta.codec is not Codec.UNCHANGED):
+                np.copyto(self.base, new)
+        full = None
+        if self.full:
+            full = delta if delta is not None and delta.codec is Codec.FULL else encode_full(new, kind.width)
+        return Coded(delta, full, shard_digest(new))
 
 
 @dataclass
-class _Packer:
+class Packer:
+    """One encoding of a version: places payloads into packs and puts each when it is large enough."""
+
     blobs: BlobStore
     head: PackHead
-    packs: list[Pack | None] = field(default_factory=list)
-    parts: list[bytes] = field(default_factory=list)
-    size: int = 0
+    shards: int
+    upload_s: float = 0.0
+    changed: int = 0
+    _packs: list[Pack | None] = field(default_factory=list)
+    _parts: list[bytes] = field(default_factory=list)
+    _size: int = 0
+    _slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(PUTS_IN_FLIGHT))
 
-    def place(self, payload: bytes) -> tuple[int, int]:
-        """(pack, offset) of a payload added to the open pack."""
-        if not self.parts:
-            self.parts = [self.head._replace(number=len(self.packs)).encode()]
-            self.size = _HEAD.size
-            self.packs.append(None)
-        at = (len(self.packs) - 1, self.size)
-        self.parts.append(payload)
-        self.size += len(payload)
-        return at
+    def __post_init__(self) -> None:
+        self._codec = np.zeros(self.shards, np.uint8)
+        self._pack = np.full(self.shards, -1, np.int32)
+        self._offset = np.zeros(self.shards, np.int64)
+        self._length = np.zeros(self.shards, np.int64)
 
-    def close(self) -> tuple[int, bytes]:
-        data = b"".join(self.parts)
-        self.parts, self.size = [], 0
-        return len(self.packs) - 1, data
+    async def place(self, number: int, coded: EncodedShard, puts: asyncio.TaskGroup) -> None:
+        self._codec[number] = coded.codec
+        self.changed += coded.changed
+        if coded.codec is Codec.UNCHANGED:
+            return
+        if not self._parts:
+            self._parts = [self.head._replace(number=len(self._packs)).encode()]
+            self._size = _HEAD.size
+            self._packs.append(None)
+        self._pack[number] = len(self._packs) - 1
+        self._offset[number], self._length[number] = self._size, len(coded.payload)
+        self._parts.append(coded.payload)
+        self._size += len(coded.payload)
+        if self._size >= PACK_BYTES:
+            await self.close(puts)
+
+    async def close(self, puts: asyncio.TaskGroup) -> None:
+        """Send what has been placed."""
+        if not self._parts:
+            return
+        data = b"".join(self._parts)
+        self._parts, self._size = [], 0
+        await self._slots.acquire()
+        puts.create_task(self._put(len(self._packs) - 1, data))
+
+    async def _put(self, index: int, data: bytes) -> None:
+        began = time.monotonic()
+        try:
+            ref = await self.blobs.put(data)
+            self._packs[index] = Pack(digest=ref.digest, size=ref.size, chunks=ref.chunks)
+        finally:
+            self.upload_s += time.monotonic() - began
+            self._slots.release()
+
+    def encoding(self) -> Encoding:
+        """After the last put."""
+        return Encoding(
+            packs=tuple(pack for pack in self._packs if pack is not None), codec=self._codec, pack=self._pack,
+            offset=self._offset, length=self._length, changed=self.changed,
+        )
 
 
 class EncodedState(NamedTuple):
     encoding: Encoding
     shard_digests: bytes
+
+
+class ShardStream:
+    """Jobs are added as they come; behind, workers encode them and packs go out. Used inside a TaskGroup, whose first failure ends all."""
+
+    def __init__(self, packers: tuple[Packer | None, Packer | None], shards: int, workers: Workers, group: asyncio.TaskGroup) -> None:
+        """`packers`: of the delta and of the full."""
+        self._delta, self._full = packers
+        self._workers, self._group = workers, group
+        self.digests = np.zeros((shards, DIGEST_BYTES), np.uint8)
+        self.encode_s = 0.0
+        self._waiting: deque[Job] = deque()
+        self._waiting_bytes = 0
+        self._changed = asyncio.Condition()
+        self._closed = False
+        self._done = asyncio.Event()
+        group.create_task(self._encode(), name="encode shards")
+
+    async def add(self, job: Job) -> None:
+        """Returns when there is room for it. Its bytes must not change until the stream is finished."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._waiting or self._waiting_bytes + job.nbytes <= ROOM_BYTES)
+            self._waiting.append(job)
+            self._waiting_bytes += job.nbytes
+            self._changed.notify_all()
+
+    async def finish(self) -> None:
+        """Returns when every shard is encoded and every pack handed over; the puts are the group's to wait for."""
+        async with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        await self._done.wait()  # a failure is the group's, which cancels this wait
+
+    async def _encode(self) -> None:
+        while batch := await self._next():
+            began = time.monotonic()
+            coded = await self._workers.map(Job.encode, batch)
+            self.encode_s += time.monotonic() - began
+            for job, shard in zip(batch, coded, strict=True):
+                self.digests[job.shard.number] = np.frombuffer(shard.digest, np.uint8)
+                if self._delta is not None and shard.delta is not None:
+                    await self._delta.place(job.shard.number, shard.delta, self._group)
+                if self._full is not None and shard.full is not None:
+                    await self._full.place(job.shard.number, shard.full, self._group)
+        for packer in (self._delta, self._full):
+            if packer is not None:
+                await packer.close(self._group)
+        self._done.set()
+
+    async def _next(self) -> list[Job]:
+        """What is waiting; empty at the end."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._waiting or self._closed)
+            batch = list(self._waiting)
+            self._waiting.clear()
+            self._waiting_bytes = 0
+            self._changed.notify_all()
+            return batch
 
 
 async def encode_state(
@@ -118,86 +257,34 @@ async def encode_state(
     *,
     base: State | None = None,
     base_digests: bytes | None = None,
+    form: DeltaForm = DeltaForm.SMALL,
 ) -> EncodedState:
     """Encode `state`, against `base` where it has the same tensor, and put the packs; they are durable on return."""
-    packer = _Packer(blobs, PackHead(base is None, version, 0))
-    slots = asyncio.Semaphore(PUTS_IN_FLIGHT)
-    rows: list[tuple[Codec, int, int, int]] = []
-    digests: list[bytes] = []
-    changed = 0
-
-    async def put(index: int, data: bytes) -> None:
-        try:
-            ref = await blobs.put(data)
-            packer.packs[index] = Pack(digest=ref.digest, size=ref.size, chunks=ref.chunks)
-        finally:
-            slots.release()
-
-    try:
-        async with asyncio.TaskGroup() as puts:
-
-            async def close() -> None:
-                index, data = packer.close()
-                await slots.acquire()
-                puts.create_task(put(index, data))
-
-            for batch in batches(_jobs(state, base, base_digests), BATCH_BYTES):
-                for encoded, digest in await workers.map(Job.encode, batch):
-                    digests.append(digest)
-                    changed += encoded.changed
-                    if encoded.codec is Codec.UNCHANGED:
-                        rows.append((encoded.codec, -1, 0, 0))
-                        continue
-                    pack, offset = packer.place(encoded.payload)
-                    rows.append((encoded.codec, pack, offset, len(encoded.payload)))
-                    if packer.size >= PACK_BYTES:
-                        await close()
-            if packer.parts:
-                await close()
-    except BaseExceptionGroup as failures:
-        raise failures.exceptions[0] from failures
-    encoding = Encoding(
-        packs=tuple(pack for pack in packer.packs if pack is not None),
-        codec=np.asarray([row[0] for row in rows], np.uint8),
-        pack=np.asarray([row[1] for row in rows], np.int32),
-        offset=np.asarray([row[2] for row in rows], np.int64),
-        length=np.asarray([row[3] for row in rows], np.int64),
-        changed=changed,
-    )
-    return EncodedState(encoding, b"".join(digests))
-
-
-def batches(jobs: Iterable[Job], limit: int) -> Iterator[list[Job]]:
-    """Consecutive jobs of about `limit` raw bytes together."""
-    batch: list[Job] = []
-    size = 0
-    for job in jobs:
-        batch.append(job)
-        size += job.new.size
-        if size >= limit:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
-def _jobs(state: State, base: State | None, base_digests: bytes | None) -> Iterator[Job]:
+    full = base is None
+    layouts = {name: state[name].layout for name in sorted(state)}
     before: dict[tuple[str, int], bytes] = {}
     if base is not None and base_digests is not None:
         before = shard_digests({name: base[name].layout for name in base}, base_digests)
-    for shard in shards_of((name, state[name].layout) for name in sorted(state)):
-        tensor = state[shard.name]
-        old = _comparable(base, shard.name, tensor)
-        yield Job(
-            shard,
-            None if old is None else old.data[shard.start : shard.stop],
-            None if old is None else before.get((shard.name, shard.start)),
-            tensor.data[shard.start : shard.stop],
-            tensor.width,
-        )
+    shards = list(shards_of(layouts.items()))
+    packer = Packer(blobs, PackHead(full, version, 0), len(shards))
+    try:
+        async with asyncio.TaskGroup() as group:
+            stream = ShardStream((None, packer) if full else (packer, None), len(shards), workers, group)
+            for shard in shards:
+                tensor = state[shard.name]
+                old = comparable(base, shard.name, tensor)
+                await stream.add(Job(
+                    shard, tensor.dtype, None if old is None else old.data[shard.start : shard.stop],
+                    None if old is None else before.get((shard.name, shard.start)),
+                    tensor.data[shard.start : shard.stop], delta=not full, full=full, form=form,
+                ))
+            await stream.finish()
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from failures
+    return EncodedState(packer.encoding(), stream.digests.tobytes())
 
 
-def _comparable(base: State | None, name: str, tensor: HostTensor) -> HostTensor | None:
+def comparable(base: State | None, name: str, tensor: HostTensor) -> HostTensor | None:
     """The base's tensor when a delta against it means something."""
     old = base.get(name) if base is not None else None
     return old if old is not None and old.layout == tensor.layout else None

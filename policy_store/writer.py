@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,8 +22,9 @@ from driftline.messages.bus import Bus, Stored
 from driftline.messages.errors import ConfigError, HeadConflict, IntegrityError
 from driftline.messages.subjects import Subjects
 from driftline.policy_store.blobs import BlobStore
+from driftline.policy_store.draft import Draft, Encoded, PublishStats
+from driftline.policy_store.forms import DeltaForm
 from driftline.policy_store.manifest import (
-    Encoding,
     Link,
     Manifest,
     Pack,
@@ -31,11 +32,13 @@ from driftline.policy_store.manifest import (
     TensorEntry,
     manifest_subject,
 )
-from driftline.policy_store.packing import encode_state
+from driftline.policy_store.mapped import Allocate, in_memory
 from driftline.policy_store.reader import PolicyReader
 from driftline.policy_store.tensor import (
     DIGEST_BYTES,
     SHARD_BYTES,
+    HostTensor,
+    Layout,
     State,
     state_digest_of,
     tensor_digest_of,
@@ -50,11 +53,16 @@ FENCE_ATTEMPTS = 8
 class PolicyWriter:
     """The single writer of a run's policy. Holds one private copy of the newest version, the base of the next delta."""
 
-    def __init__(self, bus: Bus, blobs: BlobStore, run: str, full_every: int = 10, *, workers: Workers | None = None) -> None:
+    def __init__(
+        self, bus: Bus, blobs: BlobStore, run: str, full_every: int = 10, *, full_share: float = 1.0,
+        form: DeltaForm = DeltaForm.SMALL, workers: Workers | None = None, allocate: Allocate = in_memory,
+    ) -> None:
+        """`allocate`: where the base lives, e.g. `mapped_in(folder)` for one that should not count as memory."""
         if full_every < 1:
             raise ConfigError("every version needs a full at or before it", field="full_every", value=full_every,
                               remedy="at least 1")
         self._bus, self._blobs, self.run, self.full_every = bus, blobs, run, full_every
+        self.full_share, self.form, self._allocate = full_share, form, allocate
         self._workers = workers or shared_workers()
         self._reader = PolicyReader(bus, blobs, run, workers=self._workers)
         self._subjects = Subjects(run)
@@ -63,6 +71,10 @@ class PolicyWriter:
         self._head_seq = 0
         self._base: State = {}
         self._parent: Manifest | None = None
+        self._full_bytes = self._delta_bytes = 0
+        self._began = 0.0
+        self.stats: PublishStats | None = None
+        """Of the newest version this writer made."""
 
     @property
     def version(self) -> int:
@@ -90,6 +102,7 @@ class PolicyWriter:
             parent = await self._reader.load(head.link)
             self._base = await self._reader.materialise_manifest(parent)
             self._head_seq, self._parent = stored.seq, parent
+            self._count_chain([*[await self._reader.load(link) for link in parent.chain], parent])
             self._ready = True
             return head
 
@@ -113,6 +126,10 @@ class PolicyWriter:
                 raise _unresumed()
             return await asyncio.to_thread(lambda: {name: tensor.copy() for name, tensor in self._base.items()})
 
+    def draft(self, layouts: Mapping[str, Layout], *, version: int, learner_step: int) -> Draft:
+        """Hand a version in tensor by tensor: see `policy_store.draft`."""
+        return Draft(self, layouts, version, learner_step, forward=True)
+
     async def publish(
         self,
         state: State,
@@ -126,46 +143,95 @@ class PolicyWriter:
         """Make `state` the policy. It must not change until this returns; afterwards it is the caller's again.
 
         Raises HeadConflict when another writer moved the head, or `version` does not follow it: nothing was published.
-        BrokerFull and BrokerUnavailable before the head is touched leave the writer ready to try again.
+        BrokerFull and BrokerUnavailable before the head is touched leave the writer ready to try again: unlike a draft's, the base moves
+        only after the head did.
         """
-        async with self._one:
-            self._check(state, version)
-            manifest = await self._store(state, version, learner_step, tuple(consumed), dict(numerics or {}), batch)
-            # From here on the head may have moved without this process hearing of it.
+        layouts = {name: state[name].layout for name in sorted(state)}
+        async with Draft(self, layouts, version, learner_step, forward=False) as draft:
+            for name in layouts:
+                await draft.put(name, state[name])
+            manifest = await draft.commit(consumed=consumed, numerics=numerics, batch=batch)
             self._ready = False
-            self._head_seq = await self._move_head(manifest)
-            self._parent = manifest
             await self._workers.run(self._adopt, state)
             self._ready = True
-            return manifest
-
-    def _check(self, state: State, version: int) -> None:
-        if not self._ready:
-            raise _unresumed()
-        if not state:
-            raise IntegrityError("no tensors", field="state", value={})
-        if version < 0 or (self._parent is not None and version != self._parent.version + 1):
-            raise HeadConflict(f"the head is at {self.version}", field="version", value=version,
-                               remedy=f"the next version is {self.version + 1}")
-
-    async def _store(self, state: State, version: int, learner_step: int, consumed: tuple[str, ...],
-                     numerics: dict[str, Any], batch: BlobRef | None) -> Manifest:
-        """Blobs, then the manifest; both durable on return."""
-        parent, delta, full, digests = self._parent, None, None, b""
-        if parent is not None:
-            delta, digests = await encode_state(state, version, self._blobs, self._workers, base=self._base,
-                                                base_digests=parent.shard_digests.tobytes())
-        if parent is None or self._full_is_due(parent):
-            full, digests = await encode_state(state, version, self._blobs, self._workers)
-        manifest = _manifest(self.run, state, parent, digests, delta, full, version=version, learner_step=learner_step,
-                             consumed=consumed, numerics=numerics, batch=batch)
-        await self._bus.publish(manifest_subject(self.run, manifest.link), manifest,
-                                id=f"{self.run}/manifest/{version}/{manifest.seal}")
         return manifest
 
-    def _full_is_due(self, parent: Manifest) -> bool:
-        newest = parent.version if parent.full is not None else parent.chain[0].version
-        return parent.version + 1 - newest >= self.full_every
+    # What a draft needs of its writer.
+
+    @property
+    def blobs(self) -> BlobStore:
+        return self._blobs
+
+    @property
+    def workers(self) -> Workers:
+        return self._workers
+
+    @property
+    def full_is_due(self) -> bool:
+        """Whether the next version gets a full: the first does, then every `full_every`, or when following the deltas since costs more
+        than `full_share` of reading one."""
+        if self._parent is None:
+            return True
+        newest = self._parent.version if self._parent.full is not None else self._parent.chain[0].version
+        return (self._parent.version + 1 - newest >= self.full_every
+                or self._delta_bytes > self.full_share * self._full_bytes)
+
+    async def begin(self, draft: Draft) -> Manifest | None:
+        """Take the writer for a draft; the parent's manifest. `end` gives it back."""
+        await self._one.acquire()
+        try:
+            if not self._ready:
+                raise _unresumed()
+            if not draft.layouts:
+                raise IntegrityError("no tensors", field="state", value={})
+            if draft.version < 0 or (self._parent is not None and draft.version != self._parent.version + 1):
+                raise HeadConflict(f"the head is at {self.version}", field="version", value=draft.version,
+                                   remedy=f"the next version is {self.version + 1}")
+        except BaseException:
+            self._one.release()
+            raise
+        self._began = time.monotonic()
+        return self._parent
+
+    def end(self, *, torn: bool) -> None:
+        """`torn`: the base was moved forward for a version that is not the policy."""
+        self._ready = self._ready and not torn
+        self._one.release()
+
+    def room(self, name: str, layout: Layout, *, make: bool = False) -> tuple[HostTensor | None, bool]:
+        """The base's tensor of this layout, and whether it holds the parent's weights. `make`: a new one where there is none."""
+        held = self._base.get(name)
+        if held is not None and held.layout == layout:
+            return held, True
+        if make:
+            self._base[name] = self._allocate({name: layout})[name]
+            return self._base[name], False
+        return None, False
+
+    async def conclude(self, draft: Draft, encoded: Encoded, consumed: tuple[str, ...], numerics: dict[str, Any],
+                       batch: BlobRef | None) -> Manifest:
+        """The bytes are durable: manifest, then head."""
+        manifest = _manifest(self.run, draft, self._parent, encoded, consumed=consumed, numerics=numerics, batch=batch)
+        await self._bus.publish(manifest_subject(self.run, manifest.link), manifest,
+                                id=f"{self.run}/manifest/{draft.version}/{manifest.seal}")
+        # From here on the head may have moved without this process hearing of it.
+        self._ready = False
+        self._head_seq = await self._move_head(manifest)
+        for name in self._base.keys() - draft.layouts.keys():
+            del self._base[name]
+        self._parent = manifest
+        self._count_chain((manifest,))
+        self.stats = _stats(manifest, encoded, time.monotonic() - self._began)
+        self._ready = True
+        return manifest
+
+    def _count_chain(self, steps: Iterable[Manifest]) -> None:
+        """Keep what following the chain since its full costs; `steps` in order."""
+        for step in steps:
+            if step.full is not None:
+                self._full_bytes, self._delta_bytes = step.full.nbytes, 0
+            elif step.delta is not None:
+                self._delta_bytes += step.delta.nbytes
 
     async def _move_head(self, manifest: Manifest) -> int:
         head = PolicyHead(run=self.run, version=manifest.version, manifest=manifest.seal, digest=manifest.digest,
@@ -183,50 +249,43 @@ class PolicyWriter:
 
     def _adopt(self, state: State) -> None:
         """The published state becomes the base, into the buffers that are there already."""
-        for name in self._base.keys() - state.keys():
-            del self._base[name]
         for name, tensor in state.items():
-            old = self._base.get(name)
-            if old is not None and old.layout == tensor.layout:
-                np.copyto(old.data, tensor.data)
-            else:
-                self._base[name] = tensor.copy()
+            held, _ = self.room(name, tensor.layout, make=True)
+            assert held is not None
+            np.copyto(held.data, tensor.data)
+
+
+def _stats(manifest: Manifest, encoded: Encoded, wall_s: float) -> PublishStats:
+    delta, full = manifest.delta, manifest.full
+    return PublishStats(
+        manifest.version, encoded.encode_s, encoded.upload_s, wall_s, manifest.nbytes, delta.nbytes if delta else 0,
+        full.nbytes if full else 0, (delta or full).changed / max(1, manifest.elements),  # type: ignore[union-attr]
+    )
 
 
 def _manifest(
-    run: str,
-    state: State,
-    parent: Manifest | None,
-    digests: bytes,
-    delta: Encoding | None,
-    full: Encoding | None,
-    *,
-    version: int,
-    learner_step: int,
-    consumed: tuple[str, ...],
-    numerics: dict[str, Any],
+    run: str, draft: Draft, parent: Manifest | None, encoded: Encoded, *, consumed: tuple[str, ...], numerics: dict[str, Any],
     batch: BlobRef | None,
 ) -> Manifest:
     entries: list[TensorEntry] = []
     first = 0
-    for name in sorted(state):
-        layout = state[name].layout
+    for name, layout in draft.layouts.items():
         last = first + DIGEST_BYTES * layout.shard_count
-        digest = tensor_digest_of(name, layout, digests[first:last])
+        digest = tensor_digest_of(name, layout, encoded.digests[first:last])
         entries.append(TensorEntry(name=name, dtype=layout.dtype, shape=layout.shape, digest=digest))
         first = last
     return Manifest(
         run=run,
-        version=version,
+        version=draft.version,
         parent=None if parent is None else parent.link,
         chain=_chain(parent),
         shard_bytes=SHARD_BYTES,
         tensors=tuple(entries),
-        shard_digests=np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_BYTES),
+        shard_digests=np.frombuffer(encoded.digests, np.uint8).reshape(-1, DIGEST_BYTES),
         digest=state_digest_of(entry.digest for entry in entries),
-        delta=delta,
-        full=full,
-        learner_step=learner_step,
+        delta=encoded.delta,
+        full=encoded.full,
+        learner_step=draft.learner_step,
         consumed=consumed,
         batch=None if batch is None else Pack(digest=batch.digest, size=batch.size, chunks=batch.chunks),
         numerics=numerics,
