@@ -66,10 +66,12 @@ async def apply_encoding(
     base: Manifest | None,
     check_base: bool = True,
     blob_timeout_s: float = 120.0,
+    head: PackHead | None = None,
 ) -> None:
     """Make `state` the version of `manifest`, which takes it over (see the module). `base` is the parent's manifest for a delta.
 
-    `check_base=False` skips the digests of a base that this process has itself just verified.
+    `check_base=False` skips the digests of a base that this process has itself just verified. `head`: how the packs open, where the
+    encoding is not the manifest's own; `base` is then what it is against.
     """
     try:
         old = {} if base is None else shard_digests(base.layouts(), base.shard_digests.tobytes())
@@ -91,7 +93,7 @@ async def apply_encoding(
             data = b""
             if index >= 0:
                 data = await _fetch(blobs, encoding.packs[index], blob_timeout_s)
-                PackHead(base is None, manifest.version, index).check(data)
+                (head or PackHead(base is None, manifest.version, 0))._replace(number=index).check(data)
             view = memoryview(data)
             await workers.map(_apply_all, [(view, group) for group in _grouped(tasks)])
 

@@ -45,24 +45,27 @@ ROOM_BYTES = 64 * 1024 * 1024
 
 PUTS_IN_FLIGHT = 2
 
-_HEAD = struct.Struct("<4sBxxxQI")
+_HEAD = struct.Struct("<4sBxHQI")
 _MAGIC = b"DLP1"
 _UINT = {1: "<u1", 2: "<u2", 4: "<u4", 8: "<u8"}
 
 
 class PackHead(NamedTuple):
-    """The first bytes of a pack."""
+    """The first bytes of a pack. `shortcut`: of an encoding made after the version was published; `span`: versions it spans (0: a full)."""
 
     full: bool
     version: int
     number: int
+    shortcut: bool = False
+    span: int = 0
 
     def encode(self) -> bytes:
-        return _HEAD.pack(_MAGIC, self.full, self.version, self.number)
+        return _HEAD.pack(_MAGIC, self.full + 2 * self.shortcut, self.span, self.version, self.number)
 
     def check(self, data: bytes) -> None:
         if data[: _HEAD.size] != self.encode():
-            raise IntegrityError(f"not the {'full' if self.full else 'delta'} pack {self.number} of version {self.version}", field="pack",
+            kind = f"{'shortcut ' if self.shortcut else ''}{'full' if self.full else 'delta'}"
+            raise IntegrityError(f"not the {kind} pack {self.number} of version {self.version}", field="pack",
                                  value=data[: _HEAD.size])
 
 
