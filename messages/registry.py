@@ -59,6 +59,7 @@ for _cls in (
     types.OutcomeEvent,
     types.RunFinished,
     types.LearnerOwner,
+    types.RelayPeer,
     types.Metrics,
     types.EvalResult,
 ):

@@ -121,6 +121,10 @@ class Subjects:
         """Which process is the learner."""
         return f"{self.root}.control.learner"
 
+    def relay(self, peer: str) -> str:
+        """Where an engine says that it passes packs on; `*` for all of them."""
+        return f"{self.root}.control.relay.{peer}"
+
     def metrics(self, service: str) -> str:
         return f"{self.root}.metrics.{service}"
 

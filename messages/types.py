@@ -29,6 +29,7 @@ __all__ = [
     "Metrics",
     "Outcome",
     "OutcomeEvent",
+    "RelayPeer",
     "Retried",
     "RunFinished",
     "Sampling",
@@ -302,6 +303,21 @@ class LearnerOwner(Message):
     boot: str = ""
     at: float = 0.0
     released: bool = False
+
+
+class RelayPeer(Message):
+    """Control event: an engine that passes packs of policy versions on, and where. It says so again, with a larger `beat`, for as long as it
+    does. `token` is what it asks of who asks it: a secret of this process's life, for those who may read the run's control stream."""
+
+    schema_name: ClassVar[str] = "relay_peer"
+
+    peer: str = Field(pattern=r"^[A-Za-z0-9_-]+$", max_length=64)
+    host: str = Field(pattern=r"^[A-Za-z0-9._:-]+$", max_length=255)
+    port: int = Field(ge=1, le=65535)
+    token: str = Field(pattern=r"^[0-9a-f]{32,128}$", repr=False)
+    beat: int = Field(ge=0)
+    at: float
+    leaving: bool = False
 
 
 class Metrics(Message):

@@ -1,7 +1,7 @@
 """What each role may do on a run's broker: the least that its service needs, and nothing by default.
 
 Only the learner may write policies, outcomes, retries, control messages and records; only the dispatcher may admit; only the policy
-store may pin and delete versions. A role reads
+store may pin and delete versions; a rollout engine's one control message is that it passes packs on. A role reads
 the streams it works from and no others, receives only on its own inbox, and administers nothing: streams are the admin's.
 
 A list of subjects alone would not hold. A request carries the subject its answer goes to, nobody's permission is asked for that,
@@ -90,7 +90,7 @@ class _Rules:
                 )  # fmt: skip
             case Role.ROLLOUT:
                 return (
-                    *self._service(role), *self._pulls("rollout"), *self._sends(f"{root}.trajectories.>"),
+                    *self._service(role), *self._pulls("rollout"), *self._sends(f"{root}.trajectories.>", self._names.relay("*")),
                     *self._reads("POLICY", "BLOB", "LEDGER"), *self._works_on("POLICY", "LEDGER", "CONTROL"),
                 )  # fmt: skip
             case Role.GRADER:

@@ -70,6 +70,13 @@ def test_work_is_taken_only_by_the_service_it_is_for() -> None:
             assert {role for role in LIMITED if may(role, "r", subject)} == {taker}
 
 
+def test_an_engine_says_that_it_relays_and_nothing_else_on_the_control_plane() -> None:
+    names = Subjects("r")
+    assert {role for role in LIMITED if may(role, "r", names.relay("h-0"))} == {Role.ROLLOUT, Role.LEARNER}
+    for subject in (names.finished, names.learner, names.relay("a.b"), f"{names.root}.control.relay"):
+        assert not may(Role.ROLLOUT, "r", subject)
+
+
 def test_readers_write_nothing_of_the_run() -> None:
     for role in (Role.OBSERVER, Role.RECORDER):
         assert not [pattern for pattern in grant(role, "r", "a").publish if not pattern.startswith("$JS.API.")]
