@@ -158,7 +158,9 @@ def topology(
         stream("GRADED", (f"{r}.graded.>",), work, new, queue_bytes),
         # Grows with every group and is never cut: half a kilobyte and the prompt, for each.
         stream("LEDGER", (f"{r}.ledger.>",), limits, new, ledger_bytes),
-        stream("POLICY", (f"{r}.policy.>",), limits, new, queue_bytes),
+        # Of the subjects that are written again, the head and the pins, only the last is ever read: all of them would be one message
+        # a version for ever, and history for every reader that starts.
+        stream("POLICY", (f"{r}.policy.>",), limits, new, queue_bytes, max_msgs_per_subject=16),
         stream("BLOB", (f"{r}.blob.>",), limits, new, blob_bytes),
         stream("CLAIM", (f"{r}.claim.>",), limits, new, 4 * queue_bytes),
         # What was trained, for replay and for a learner's recovery: the oldest goes when it is full, the run never stops for it.
