@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from collections.abc import Container, Mapping
 from typing import ClassVar, Final, NamedTuple, Protocol
 
 import xxhash
@@ -28,11 +29,13 @@ __all__ = [
     "BlobRef",
     "Chunks",
     "Claim",
+    "Listed",
     "blob_digest",
     "delete_blob",
     "get_blob",
     "has_blob",
     "put_blob",
+    "stored_chunks",
 ]
 
 KIB: Final = 1024
@@ -51,6 +54,12 @@ class Chunks(Protocol):
     async def publish_bytes(self, subject: str, data: bytes, *, id: str) -> PubAck: ...
     async def get_bytes(self, stream: str, subject: str) -> bytes | None: ...
     async def purge(self, stream: str, subject: str) -> None: ...
+
+
+class Listed(Chunks, Protocol):
+    """The part of a Bus that says which chunks are stored without reading them."""
+
+    async def subjects(self, stream: str, filter: str) -> Mapping[str, int]: ...
 
 
 class BlobRef(NamedTuple):
@@ -82,9 +91,13 @@ def blob_digest(data: bytes | memoryview) -> str:
 
 
 async def put_blob(
-    bus: Chunks, run: str, data: bytes | memoryview, *, digest: str | None = None, space: str = POLICY_SPACE
+    bus: Chunks, run: str, data: bytes | memoryview, *, digest: str | None = None, space: str = POLICY_SPACE,
+    skip: Container[int] = (),
 ) -> BlobRef:
-    """Store `data` in the run's stream for `space`; returns when every chunk is durable. `digest`: of `data`, if already known."""
+    """Store `data` in the run's stream for `space`; returns when every chunk is durable.
+
+    `digest`: of `data`, if already known. `skip`: chunks that are stored (`stored_chunks`) and are not sent again.
+    """
     view = memoryview(data).cast("B")
     if len(view) > MAX_BLOB_BYTES:
         raise PayloadTooLarge(f"the limit is {MAX_BLOB_BYTES} bytes", field="blob", value=len(view))
@@ -93,6 +106,8 @@ async def put_blob(
 
     async def put(index: int) -> None:
         try:
+            if index in skip:
+                return
             await _put_chunk(bus, names, space, ref, index, bytes(view[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES]))
         finally:
             window.release()
@@ -114,7 +129,8 @@ async def get_blob(bus: Chunks, run: str, ref: BlobRef, *, space: str = POLICY_S
             want = min(CHUNK_BYTES, ref.size - index * CHUNK_BYTES)
             if chunk is None or len(chunk) != want:
                 found = "missing" if chunk is None else f"{len(chunk)} bytes, not {want}"
-                raise IntegrityError(f"chunk {index} of {ref.chunks} is {found}", field="blob", value=ref.digest)
+                raise IntegrityError(f"chunk {index} of {ref.chunks} is {found} in {_stream(names, space)}", field="blob", value=ref.digest,
+                                     remedy="collected, or never stored whole")
             parts[index] = chunk
         finally:
             window.release()
@@ -126,20 +142,17 @@ async def get_blob(bus: Chunks, run: str, ref: BlobRef, *, space: str = POLICY_S
     return whole
 
 
-async def has_blob(bus: Chunks, run: str, ref: BlobRef, *, space: str = POLICY_SPACE) -> bool:
+async def stored_chunks(bus: Listed, run: str, digest: str, *, space: str = POLICY_SPACE) -> frozenset[int]:
+    """The numbers of a blob's chunks that are stored: one question, and no bytes."""
+    names = Subjects(run)
+    found = await bus.subjects(_stream(names, space), names.chunk(space, digest, "*"))
+    return frozenset(int(subject.rpartition(".")[2]) for subject in found)
+
+
+async def has_blob(bus: Listed, run: str, ref: BlobRef, *, space: str = POLICY_SPACE) -> bool:
     """Whether every chunk is stored: a writer that died may have left any subset of them."""
-    names, window = Subjects(run), asyncio.Semaphore(WINDOW)
-    missing: list[int] = []
-
-    async def look(index: int) -> None:
-        try:
-            if await bus.get_bytes(_stream(names, space), names.chunk(space, ref.digest, index)) is None:
-                missing.append(index)
-        finally:
-            window.release()
-
-    await _windowed(window, look, ref.chunks)
-    return not missing
+    stored = await stored_chunks(bus, run, ref.digest, space=space)
+    return all(index in stored for index in range(ref.chunks))  # ends at the first that is missing: the count comes off the wire
 
 
 async def delete_blob(bus: Chunks, run: str, ref: BlobRef, *, space: str = POLICY_SPACE) -> None:

@@ -9,7 +9,7 @@ acknowledged nor renewed is delivered again; after `max_deliver` tries it is dea
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from driftline.messages.dead_letters import Archive
@@ -106,6 +106,10 @@ class Bus(Archive, Protocol):
         ...
 
     async def depth(self, consumer: ConsumerSpec) -> Depth: ...
+    async def subjects(self, stream: str, filter: str) -> Mapping[str, int]:
+        """Every subject under `filter` that has messages, and how many. What changes meanwhile may be missed: no snapshot."""
+        ...
+
     async def purge(self, stream: str, subject: str) -> None: ...
     async def healthy(self, timeout_s: float = 2.0) -> bool: ...
     async def close(self) -> None:

@@ -16,6 +16,7 @@ __all__ = [
     "LeaseLost",
     "MalformedMessage",
     "PayloadTooLarge",
+    "StoreUnavailable",
     "UnknownSchema",
 ]
 
@@ -60,6 +61,10 @@ class BrokerDenied(DriftlineError):
 
 class LeaseLost(BrokerUnavailable):
     """The broker answers, but does not confirm this delivery: it may be delivered again, to us or to another."""
+
+
+class StoreUnavailable(BrokerUnavailable):
+    """A blob store outside the broker (a folder, an object store) does not answer: whoever waits for a broker waits for it too."""
 
 
 class BrokerFull(DriftlineError):

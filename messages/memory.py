@@ -8,7 +8,7 @@ loop's clock. Several `MemoryBus` on one `MemoryBroker` are several connections;
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing
 from typing import Self
 
@@ -181,6 +181,11 @@ class MemoryBus:
     async def depth(self, consumer: ConsumerSpec) -> Depth:
         self.check()
         return self.broker.declare_consumer(consumer).depth()
+
+    async def subjects(self, stream: str, filter: str) -> Mapping[str, int]:
+        self.check()
+        await asyncio.sleep(0)
+        return self.broker.stream(stream).subjects(filter)
 
     async def purge(self, stream: str, subject: str) -> None:
         self.check()

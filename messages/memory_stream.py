@@ -80,6 +80,9 @@ class MemoryStream:
     def count_on(self, pattern: str, start: int) -> int:
         return sum(matches(pattern, self._entries[seq].raw.subject) for seq in self._from(start))
 
+    def subjects(self, pattern: str) -> dict[str, int]:
+        return {subject: len(held) for subject, held in self._subjects.items() if held and matches(pattern, subject)}
+
     def remove(self, seq: int) -> None:
         entry = self._entries.pop(seq, None)
         if entry is None:

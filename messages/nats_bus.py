@@ -166,6 +166,18 @@ class NatsBus:
             raise _refusal(info["error"], consumer.stream)
         return Depth(int(info["num_pending"]), int(info["num_ack_pending"]), int(info["num_redelivered"]))
 
+    async def subjects(self, stream: str, filter: str) -> Mapping[str, int]:
+        found: dict[str, int] = {}
+        seen, total = 0, 1
+        while seen < total:  # the server answers with at most 100,000 a time, in the order of their names
+            info = await self._admin(f"STREAM.INFO.{stream}", {"subjects_filter": filter, "offset": seen})
+            if "error" in info:
+                raise _refusal(info["error"], stream)
+            page = info.get("state", {}).get("subjects") or {}
+            found |= {subject: int(count) for subject, count in page.items()}
+            seen, total = seen + len(page), int(info.get("total", 0)) if page else 0
+        return found
+
     async def purge(self, stream: str, subject: str) -> None:
         answer = await self._admin(f"STREAM.PURGE.{stream}", {"filter": subject})
         if "error" in answer:

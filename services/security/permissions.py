@@ -1,7 +1,7 @@
 """What each role may do on a run's broker: the least that its service needs, and nothing by default.
 
 Only the learner may write policies, outcomes, retries, control messages and records; only the dispatcher may admit; only the policy
-store may pin and delete versions; a rollout engine's one control message is that it passes packs on. A role reads
+store may pin and delete versions (where their bytes live is said by either, once); a rollout engine's one control message is that it passes packs on. A role reads
 the streams it works from and no others, receives only on its own inbox, and administers nothing: streams are the admin's.
 
 A list of subjects alone would not hold. A request carries the subject its answer goes to, nobody's permission is asked for that,
@@ -79,10 +79,10 @@ class _Rules:
             case Role.ADMIN:
                 return (f"{root}.>", "$JS.API.>", "$JS.ACK.>")
             case Role.OBSERVER:
-                return (*self._connected(), *self._reads(*PLANES), *self._follows(*PLANES), *self._depths())
+                return (*self._connected(), *self._reads(*PLANES), *self._follows(*PLANES), *self._depths(), *self._lists("BLOB"))
             case Role.RECORDER:
                 planes = ("LEDGER", "POLICY", "BLOB", "CLAIM", "RECORD", "CONTROL", "EVAL")
-                return (*self._connected(), *self._reads(*planes), *self._follows("LEDGER", "POLICY", "CONTROL"))
+                return (*self._connected(), *self._reads(*planes), *self._follows("LEDGER", "POLICY", "CONTROL"), *self._lists("BLOB"))
             case Role.DISPATCHER:
                 return (
                     *self._service(role), *self._sends(f"{root}.ledger.admitted.>", self._names.groups),
@@ -91,7 +91,7 @@ class _Rules:
             case Role.ROLLOUT:
                 return (
                     *self._service(role), *self._pulls("rollout"), *self._sends(f"{root}.trajectories.>", self._names.relay("*")),
-                    *self._reads("POLICY", "BLOB", "LEDGER"), *self._works_on("POLICY", "LEDGER", "CONTROL"),
+                    *self._reads("POLICY", "BLOB", "LEDGER"), *self._lists("BLOB"), *self._works_on("POLICY", "LEDGER", "CONTROL"),
                 )  # fmt: skip
             case Role.GRADER:
                 return (*self._service(role), *self._pulls("grader"), *self._sends(f"{root}.graded.>"), *self._works_on("LEDGER", "CONTROL"))
@@ -99,18 +99,18 @@ class _Rules:
                 owned = ("policy", "blob", "ledger.outcome", "ledger.retried", "control", "record")
                 return (
                     *self._service(role), *self._pulls("learner"), *self._sends(*(f"{root}.{plane}.>" for plane in owned), self._names.groups),
-                    *self._reads("LEDGER", "POLICY", "BLOB", "RECORD", "CONTROL", "DEAD"),
+                    *self._reads("LEDGER", "POLICY", "BLOB", "RECORD", "CONTROL", "DEAD"), *self._lists("BLOB"),
                     *self._works_on("LEDGER", "POLICY", "CONTROL", "DEAD"),
                 )  # fmt: skip
             case Role.EVALUATOR:
                 return (
                     *self._service(role), *self._sends(f"{root}.eval.>"),
-                    *self._reads("POLICY", "BLOB", "EVAL"), *self._works_on("POLICY", "CONTROL"),
+                    *self._reads("POLICY", "BLOB", "EVAL"), *self._lists("BLOB"), *self._works_on("POLICY", "CONTROL"),
                 )  # fmt: skip
             case Role.POLICY_STORE:
                 return (
-                    *self._service(role), *self._reads("POLICY", "BLOB"), *self._works_on("POLICY", "CONTROL"),
-                    *self._sends(f"{root}.policy.pins"),
+                    *self._service(role), *self._reads("POLICY", "BLOB"), *self._lists("BLOB"), *self._works_on("POLICY", "CONTROL"),
+                    *self._sends(f"{root}.policy.pins", f"{root}.policy.store"),
                     *(f"$JS.API.STREAM.PURGE.{self._names.stream(plane)}" for plane in ("POLICY", "BLOB")),
                 )  # fmt: skip
 
@@ -124,6 +124,10 @@ class _Rules:
     def _reads(self, *planes: str) -> Iterable[str]:
         """A message whose frame is too large for a stream lies in the claim stream."""
         return (f"$JS.API.DIRECT.GET.{self._names.stream(plane)}" for plane in (*planes, "CLAIM"))
+
+    def _lists(self, *planes: str) -> Iterable[str]:
+        """Which subjects have messages: whether a blob is whole, and what no manifest names."""
+        return (f"$JS.API.STREAM.INFO.{self._names.stream(plane)}" for plane in planes)
 
     def _follows(self, *planes: str) -> Iterable[str]:
         """An ephemeral consumer of one's own, which has no name before it is made. No stream that is followed by a service has

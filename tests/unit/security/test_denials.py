@@ -34,6 +34,7 @@ WRITTEN_BY: dict[str, set[Role]] = {
     NAMES.head: {Role.LEARNER},
     NAMES.manifest(1): {Role.LEARNER},
     f"{NAMES.root}.policy.pins": {Role.LEARNER, Role.POLICY_STORE},
+    f"{NAMES.root}.policy.store": {Role.LEARNER, Role.POLICY_STORE},
     NAMES.chunk("blob", "0" * 32, 0): {Role.LEARNER},
     NAMES.chunk("record.1", "0" * 32, 0): {Role.LEARNER},
     NAMES.finished: {Role.LEARNER},
@@ -152,6 +153,14 @@ async def test_a_denied_subject_is_an_error_at_once_with_field_and_remedy(broker
         assert "role" in denied.value.remedy
         assert await bus.last(NAMES.stream("POLICY"), NAMES.head) is None
         assert await bus.healthy()
+
+
+@pytest.mark.parametrize("role", [Role.LEARNER, Role.ROLLOUT, Role.EVALUATOR, Role.POLICY_STORE, Role.RECORDER, Role.OBSERVER])
+async def test_who_reads_blobs_may_ask_which_are_there_and_nobody_may_ask_another_tenant_s_stream(broker: Guarded, role: Role) -> None:
+    async with broker.bus(role) as bus:
+        assert await bus.subjects(NAMES.stream("BLOB"), f"{NAMES.root}.blob.>") == {}
+        with pytest.raises((BrokerDenied, BrokerUnavailable)):
+            await bus.subjects(Subjects(OTHER_RUN).stream("BLOB"), f"{Subjects(OTHER_RUN).root}.blob.>")
 
 
 async def test_another_tenant_s_streams_are_out_of_reach(broker: Guarded) -> None:
