@@ -9,18 +9,22 @@ the state over: on success it is the new version, on any failure or cancellation
 
 from __future__ import annotations
 
-import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from driftline.messages.errors import BrokerUnavailable, IntegrityError
+from driftline.messages.errors import IntegrityError
 from driftline.policy_store.blobs import BlobStore
 from driftline.policy_store.codec import Codec, apply
-from driftline.policy_store.manifest import Encoding, Manifest, Pack, Placement
+from driftline.policy_store.fetching import fetch
+from driftline.policy_store.manifest import Encoding, Manifest, Placement
 from driftline.policy_store.packing import PackHead
-from driftline.policy_store.tensor import Bytes1D, HostTensor, State, shard_digest, shard_digests
+from driftline.policy_store.tensor import DTYPES, Bytes1D, HostTensor, Shard, State, shard_digest, shard_digests
 from driftline.policy_store.workers import Workers, bounded
 
-__all__ = ["apply_encoding", "check_layout"]
+__all__ = ["Seen", "apply_encoding", "check_layout"]
+
+Seen = Callable[[Shard, str, Bytes1D | None, Bytes1D], None]
+"""Shown each shard that changes, in a worker thread: its tensor's dtype, its bytes before (None where there were none) and after."""
 
 PACKS_IN_FLIGHT = 3
 GROUP_BYTES = 8 * 1024 * 1024
@@ -33,10 +37,12 @@ class _Task:
 
     place: Placement
     out: Bytes1D
-    width: int
+    dtype: str
+    kept: bool
     base: bytes | None
     result: bytes
     version: int
+    seen: Seen | None
 
     def apply(self, pack: memoryview) -> None:
         shard = self.place.shard
@@ -45,8 +51,10 @@ class _Task:
             raise IntegrityError(f"shard {shard.number} of version {self.version}: the base has another digest",
                                  field=f"tensor {shard.name}", value=f"bytes {shard.start}:{shard.stop}",
                                  remedy="the state is not the version it was taken for: materialise")
+        show = self.seen is not None and self.place.codec is not Codec.UNCHANGED
+        before = self.out.copy() if show and self.kept else None
         try:
-            apply(self.place.codec, payload, self.out, self.width)
+            apply(self.place.codec, payload, self.out, DTYPES[self.dtype].width, exponent=DTYPES[self.dtype].exponent)
         except IntegrityError as error:
             raise IntegrityError(f"shard {shard.number} of version {self.version}: {error}",
                                  field=f"tensor {shard.name}", value=f"bytes {shard.start}:{shard.stop}") from error
@@ -54,6 +62,8 @@ class _Task:
             raise IntegrityError(f"shard {shard.number} of version {self.version}: the result has another digest",
                                  field=f"tensor {shard.name}", value=f"bytes {shard.start}:{shard.stop}",
                                  remedy="a wrong base or damaged bytes: materialise")
+        if self.seen is not None and show:
+            self.seen(shard, self.dtype, before, self.out)
 
 
 async def apply_encoding(
@@ -67,11 +77,12 @@ async def apply_encoding(
     check_base: bool = True,
     blob_timeout_s: float = 120.0,
     head: PackHead | None = None,
+    seen: Seen | None = None,
 ) -> None:
     """Make `state` the version of `manifest`, which takes it over (see the module). `base` is the parent's manifest for a delta.
 
     `check_base=False` skips the digests of a base that this process has itself just verified. `head`: how the packs open, where the
-    encoding is not the manifest's own; `base` is then what it is against.
+    encoding is not the manifest's own; `base` is then what it is against. `seen` is shown every changed shard.
     """
     try:
         old = {} if base is None else shard_digests(base.layouts(), base.shard_digests.tobytes())
@@ -86,13 +97,14 @@ async def apply_encoding(
                                      field=f"tensor {place.shard.name}", value=place.codec.name)
             base_digest = old.get((place.shard.name, place.shard.start)) if kept and check_base else None
             groups.setdefault(place.pack, []).append(_Task(
-                place, tensor.data[place.shard.start : place.shard.stop], tensor.width,
-                base_digest, manifest.shard_digest(place.shard.number), manifest.version))
+                place, tensor.data[place.shard.start : place.shard.stop], tensor.dtype, kept,
+                base_digest, manifest.shard_digest(place.shard.number), manifest.version, seen))
+
         async def one(index: int) -> None:
             tasks = groups[index]
             data = b""
             if index >= 0:
-                data = await _fetch(blobs, encoding.packs[index], blob_timeout_s)
+                data = await fetch(blobs, encoding.packs[index].ref, blob_timeout_s)
                 (head or PackHead(base is None, manifest.version, 0))._replace(number=index).check(data)
             view = memoryview(data)
             await workers.map(_apply_all, [(view, group) for group in _grouped(tasks)])
@@ -126,14 +138,6 @@ def _prepare(state: State, manifest: Manifest) -> dict[str, tuple[HostTensor, bo
         else:
             tensors[name] = (tensor if tensor.data.flags.writeable else tensor.copy(), True)
     return tensors
-
-
-async def _fetch(blobs: BlobStore, pack: Pack, timeout_s: float) -> bytes:
-    try:
-        async with asyncio.timeout(timeout_s):
-            return await blobs.get(pack.ref)
-    except TimeoutError as error:
-        raise BrokerUnavailable(f"no blob within {timeout_s} s", field="blob", value=pack.digest) from error
 
 
 def _apply_all(work: tuple[memoryview, list[_Task]]) -> None:

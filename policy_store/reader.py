@@ -1,9 +1,10 @@
 """The reader: which version is current, and any version's weights, exactly or not at all.
 
 Everything starts from the head. A manifest is taken only under the seal that the head, or a manifest reached from it, names, so
-the reader never follows a writer that lost. Weights come by the cheapest path of a full and deltas; when a path turns out
-damaged the next one is tried, and only when none is left is IntegrityError raised, with what was wrong with each. A head that
-cannot be read is an error and never "no version yet": serving the starting weights by mistake is worse than stopping.
+the reader never follows a writer that lost. Weights come by the cheapest path of fulls, deltas and shortcuts (`paths.py`); when a step
+turns out damaged the cheapest path without it is tried, and only when none is left is IntegrityError raised, with what was wrong with
+each: VersionCollected when the reason is that the version went while it was read. A head that cannot be read is an error and never "no
+version yet": serving the starting weights by mistake is worse than stopping.
 """
 
 from __future__ import annotations
@@ -11,39 +12,37 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 from driftline.messages.bus import Bus
 from driftline.messages.errors import BrokerUnavailable, IntegrityError, MalformedMessage
 from driftline.messages.subjects import Subjects
-from driftline.policy_store.applying import apply_encoding
+from driftline.policy_store.applying import Seen, apply_encoding
 from driftline.policy_store.blobs import BlobStore
 from driftline.policy_store.manifest import Link, Manifest, PolicyHead, manifest_subject
+from driftline.policy_store.paths import Edge, Path, Step, descend, ways
+from driftline.policy_store.shortcuts import Shortcut, load_shortcut
 from driftline.policy_store.tensor import HostTensor, State
 from driftline.policy_store.workers import Workers, bounded, shared_workers
 
-__all__ = ["Path", "PolicyReader", "ReaderCounts"]
+__all__ = ["DamagedStep", "Path", "PolicyReader", "ReaderCounts", "VersionCollected"]
 
 MANIFESTS_KEPT = 64
-FULLS_TRIED = 3
-"""How many fulls back a path may start: the newest and two to fall back on."""
+PATHS_TRIED = 16
 
 
-@dataclass(frozen=True)
-class Path:
-    """A way to a version: the full of `steps[0]`, then the deltas of the rest."""
+class VersionCollected(IntegrityError):
+    """The version is not in the store any more: nothing is damaged, and the head is where to go on."""
 
-    steps: tuple[Manifest, ...]
 
-    @property
-    def nbytes(self) -> int:
-        first = self.steps[0].full
-        return (first.nbytes if first else 0) + delta_bytes(self.steps[1:])
+class DamagedStep(IntegrityError):
+    """A step of a path could not be taken; `edge` says which."""
 
-    def __str__(self) -> str:
-        return "full " + " + delta ".join(str(step.version) for step in self.steps)
+    def __init__(self, step: Step, cause: IntegrityError) -> None:
+        super().__init__(cause.problem, field=cause.field, value=cause.value, remedy=cause.remedy)
+        self.edge = step.edge
 
 
 @dataclass
@@ -111,6 +110,7 @@ class PolicyReader:
                     seen = head
                     yield head
                 if push.done():  # the push is only an accelerator: its failures are the poll's to judge
+                    _failure(push)
                     push = asyncio.create_task(self._wake(woken))
                 with suppress(TimeoutError):
                     async with asyncio.timeout(poll_s):
@@ -118,6 +118,7 @@ class PolicyReader:
         finally:
             push.cancel()
             await asyncio.wait([push])
+            _failure(push)
 
     async def _wake(self, woken: asyncio.Event) -> None:
         with suppress(BrokerUnavailable, MalformedMessage):
@@ -156,7 +157,7 @@ class PolicyReader:
         except MalformedMessage as error:
             raise IntegrityError(f"unreadable: {error}", field=where, value=link.seal) from error
         if stored is None:
-            raise IntegrityError("not in the store", field=where, value=link.seal, remedy="collected, or never published")
+            raise VersionCollected("not in the store", field=where, value=link.seal, remedy="collected, or never published")
         manifest = stored.message
         if not isinstance(manifest, Manifest) or manifest.link != link or manifest.run != self.run:
             raise IntegrityError("another message is in its place", field=where, value=link.seal)
@@ -178,66 +179,92 @@ class PolicyReader:
             yield manifest
             link = manifest.parent
 
-    async def paths(self, target: Manifest) -> list[Path]:
-        """The ways to a version, cheapest first: from each of the newest `FULLS_TRIED` fulls at or before it."""
-        found: list[Path] = []
-        steps: list[Manifest] = []
-        async for manifest in self.lineage(target.link):
-            steps.insert(0, manifest)
-            if manifest.full is not None:
-                found.append(Path(tuple(steps)))
-            if manifest.delta is None or len(found) == FULLS_TRIED:
-                break
-        return sorted(found, key=lambda path: path.nbytes)
+    async def shortcut(self, target: Link, base: int | None) -> Shortcut | None:
+        """The shortcut to a version from another (None: its rebase), or None. IntegrityError when it is damaged."""
+        try:
+            return await load_shortcut(self._bus, self.run, target, base)
+        except IntegrityError as error:
+            self._refuse(str(error))
+            raise
 
-    async def reachable(self, link: Link) -> Path:
-        """The cheapest path to a version whose blobs are all in the store; IntegrityError when there is none. Reads no weights."""
+    async def paths(self, target: Manifest, without: Collection[Edge] = ()) -> list[Path]:
+        """The ways to a version, cheapest first: from its rebase, and from each of the newest fulls at or before it."""
+        return await ways(self, target, without)
+
+    async def reachable(self, link: Link, without: Collection[str] = ()) -> Path:
+        """The cheapest path to a version whose blobs are all in the store; IntegrityError when there is none. Reads no weights.
+
+        `without`: seals of versions that are about to go.
+        """
         self._manifests.pop(link.seal, None)  # the question is what the store has now
         target = await self.load(link)
-        for path in await self.paths(target):
-            first, rest = path.steps[0], path.steps[1:]
-            packs = [*(first.full.packs if first.full else ()), *(pack for step in rest if step.delta for pack in step.delta.packs)]
-            if all(await bounded(lambda pack: self._blobs.has(pack.ref), packs, 8)):
-                return path
-        raise IntegrityError("no path to it is complete", field="version", value=link.version, remedy="it was collected")
+        avoided: set[Edge] = set()
+        for _ in range(PATHS_TRIED):
+            paths = await self.paths(target, avoided)
+            if not paths:
+                break
+            lacking = await self._lacking(paths[0], without)
+            if lacking is None:
+                return paths[0]
+            avoided.add(lacking.edge)
+        raise VersionCollected("no path to it is complete", field="version", value=link.version, remedy="it was collected")
+
+    async def _lacking(self, path: Path, without: Collection[str] = ()) -> Step | None:
+        """The first step of which a version is going or a blob is not in the store."""
+        for step in path.steps:
+            if step.manifest.seal in without:
+                return step
+            if not all(await bounded(lambda pack: self._blobs.has(pack.ref), step.encoding.packs, 8)):
+                return step
+        return None
 
     async def materialise(self, version: int) -> State:
         """The weights of a version, every shard verified."""
         return await self.materialise_manifest(await self.manifest(version))
 
     async def materialise_manifest(self, target: Manifest) -> State:
+        """The weights of this manifest. VersionCollected when it went meanwhile, IntegrityError when every path is damaged."""
         refused: list[str] = []
-        for path in await self.paths(target):
+        without: set[Edge] = set()
+        for _ in range(PATHS_TRIED):
+            paths = await self.paths(target, without)
+            if not paths:
+                break
             try:
-                state = await self.walk(path)
-            except IntegrityError as error:
-                refused.append(f"{path}: {error}")
+                state = await self.walk(paths[0])
+            except DamagedStep as error:
+                without.add(error.edge)
+                refused.append(f"{paths[0]}: {error}")
                 self._refuse(refused[-1])
             else:
                 self.counts.materialised += 1
                 return state
+        if await self._gone(target.link):
+            raise VersionCollected("it was collected", field="version", value=target.version, remedy="take the head's version")
         raise IntegrityError("; ".join(refused) or "no full leads to it", field="version", value=target.version,
                              remedy="every path is damaged or collected: restore the blobs, or take another version")
 
-    async def advance(self, state: State, from_version: int, to_version: int, *, fallback: bool = True) -> State:
-        """`state`, known to be `from_version`, as `to_version`: in place by deltas, and the same object, where possible.
+    async def _gone(self, link: Link) -> bool:
+        try:
+            return await self._bus.last(self._policy, manifest_subject(self.run, link)) is None
+        except MalformedMessage:
+            return False
+
+    async def advance(
+        self, state: State, from_version: int, to_version: int, *, fallback: bool = True, seen: Seen | None = None
+    ) -> State:
+        """`state`, known to be `from_version`, as `to_version`: in place and the same object, where possible.
 
         Takes `state` over: use only what is returned. When the state is not what it was taken for, or bytes are damaged, it is
-        emptied and a fresh state is materialised instead; with `fallback=False` IntegrityError is raised.
+        emptied and a fresh state is materialised instead; with `fallback=False` IntegrityError is raised. `seen` is shown every
+        shard that changes on the way.
         """
         target = await self.manifest(to_version)
         try:
-            steps = await self._between(target, from_version)
-            if fallback and len(steps) > 2 and await self._cheaper_from_full(target, steps[1:]):
+            path = await self._between(target, from_version)
+            if fallback and target.version - from_version > 1 and await self._cheaper_from_full(target, path):
                 return await self.materialise_manifest(target)
-            base = steps[0]
-            for step in steps[1:]:
-                if step.delta is None:
-                    raise IntegrityError("it has no delta", field="version", value=step.version)
-                await apply_encoding(state, step, step.delta, self._blobs, self._workers, base=base,
-                                     check_base=base is steps[0], blob_timeout_s=self._blob_timeout_s)
-                self.counts.bytes_read += step.delta.nbytes
-                base = step
+            await self._take(state, path, seen)
         except IntegrityError as error:
             self._refuse(f"advance {from_version} to {to_version}: {error}")
             state.clear()
@@ -248,42 +275,49 @@ class PolicyReader:
         self.counts.advanced += 1
         return state
 
-    async def _between(self, target: Manifest, from_version: int) -> list[Manifest]:
-        """The manifests from `from_version` to the target, in order."""
-        if from_version >= target.version:
+    async def _between(self, target: Manifest, from_version: int) -> Path:
+        """The cheapest steps from `from_version` to the target; of its shortcuts, those whose packs are there."""
+        if from_version >= target.version or from_version < 0:
             raise IntegrityError(f"not before version {target.version}", field="from_version", value=from_version)
-        steps = [target]
-        while steps[0].version > from_version:
-            if steps[0].parent is None:
-                raise IntegrityError(f"not an ancestor of version {target.version}", field="from_version",
-                                     value=from_version)
-            steps.insert(0, await self.load(steps[0].parent))
-        return steps
+        without: set[Edge] = set()
+        while True:
+            bottom, steps = await descend(self, target, from_version, without)
+            if bottom.version != from_version:
+                raise VersionCollected(f"no steps lead below version {bottom.version}", field="from_version", value=from_version,
+                                       remedy="what lies between was collected")
+            # A delta that is missing is damage; a shortcut may be collected at any time, and the state must not be torn for it.
+            lacking = await self._lacking(Path(tuple(step for step in steps if step.shortcut)))
+            if lacking is None:
+                return Path(steps)
+            without.add(lacking.edge)
 
-    async def _cheaper_from_full(self, target: Manifest, deltas: list[Manifest]) -> bool:
+    async def _cheaper_from_full(self, target: Manifest, path: Path) -> bool:
         paths = await self.paths(target)
-        return bool(paths) and paths[0].nbytes < delta_bytes(deltas)
+        return bool(paths) and paths[0].nbytes < path.nbytes
 
     async def walk(self, path: Path) -> State:
-        """The weights by this path and no other."""
+        """The weights by this path and no other. DamagedStep says which of its steps could not be taken."""
         first = path.steps[0]
-        if first.full is None:
-            raise IntegrityError("it has no full", field="version", value=first.version)
-        state: State = {name: HostTensor.empty(layout) for name, layout in first.layouts().items()}
-        await apply_encoding(state, first, first.full, self._blobs, self._workers, base=None,
-                             blob_timeout_s=self._blob_timeout_s)
-        for base, step in zip(path.steps, path.steps[1:], strict=False):
-            if step.delta is None:
-                raise IntegrityError("it has no delta", field="version", value=step.version)
-            await apply_encoding(state, step, step.delta, self._blobs, self._workers, base=base, check_base=False,
-                                 blob_timeout_s=self._blob_timeout_s)
-        self.counts.bytes_read += path.nbytes
+        state: State = {name: HostTensor.empty(layout) for name, layout in first.manifest.layouts().items()}
+        await self._take(state, path)
         return state
+
+    async def _take(self, state: State, path: Path, seen: Seen | None = None) -> None:
+        for number, step in enumerate(path.steps):
+            try:
+                await apply_encoding(
+                    state, step.manifest, step.encoding, self._blobs, self._workers, base=step.base, check_base=number == 0,
+                    blob_timeout_s=self._blob_timeout_s, head=step.head, seen=seen,
+                )
+            except IntegrityError as error:
+                raise DamagedStep(step, error) from error
+            self.counts.bytes_read += step.encoding.nbytes
 
     def _refuse(self, why: str) -> None:
         self.counts.refused.append(why)
         del self.counts.refused[:-16]
 
 
-def delta_bytes(steps: tuple[Manifest, ...] | list[Manifest]) -> int:
-    return sum(step.delta.nbytes for step in steps if step.delta is not None)
+def _failure(task: asyncio.Task[None]) -> BaseException | None:
+    """What a finished task failed of; looking at it is what keeps asyncio from complaining that nobody did."""
+    return None if task.cancelled() else task.exception()

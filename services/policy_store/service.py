@@ -25,7 +25,7 @@ from driftline.policy_store.checkpoint import keep_newest, write_checkpoint
 from driftline.policy_store.collect import Version, collect, plan
 from driftline.policy_store.manifest import Manifest, PolicyHead
 from driftline.policy_store.pins import pin, pins
-from driftline.policy_store.reader import Path as PolicyPath
+from driftline.policy_store.paths import Path as PolicyPath, full_step
 from driftline.policy_store.reader import PolicyReader
 from driftline.policy_store.tensor import State, state_digest
 from driftline.services.runtime import finished
@@ -130,8 +130,9 @@ class PolicyStoreService:
         async for step in self._reader.lineage(head.link):
             if step.version <= before:
                 break
-            if step.full is not None:
-                await self._reader.walk(PolicyPath((step,)))  # a follower steps over fulls: nobody else reads them until needed
+            full = full_step(step)
+            if full is not None:
+                await self._reader.walk(PolicyPath((full,)))  # a follower steps over fulls: nobody else reads them until needed
             self.verified_count += 1
             if before < 0:
                 break  # what was published before this service started is verified when it is part of a path
