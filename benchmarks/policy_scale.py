@@ -1,0 +1,381 @@
+"""How much memory and time a version takes as checkpoints grow, and as versions add up.
+
+    python benchmarks/policy_scale.py --gib 1 4 16
+    python benchmarks/policy_scale.py --versions 1000
+
+`--gib`: a full and a delta (1 % of the elements moved by one ulp) of a bf16 checkpoint are handed to a writer tensor by tensor, each made
+when its turn comes, and read back by another process: shards verified, and every tensor compared with how it was made. Packs lie in
+a directory, the writer's base and the reader's state in files mapped into memory, the bus is a broker of its own. Each process looks
+at its own anonymous memory (RssAnon) every 5 ms; `ours` is the most there was above what it had before its first version, `peer` the same
+of the smallest checkpoint of the run, `bound` what the bounds in the code add up to. Making tensors is not in the times.
+
+`--versions`: that many versions of a small policy through the broker's blob streams, verified and collected meanwhile. `ours` is the last
+hundred, `peer` the first.
+
+Needs about three times the largest checkpoint on the disk of `--folder`; it is deleted at the end. A run replaces its own kind of rows in
+the result and leaves the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import datetime
+import json
+import logging
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import nats
+import numpy as np
+import structlog
+
+from driftline.messages.nats_bus import NatsBus
+from driftline.messages.server import NatsServer
+from driftline.messages.subjects import Subjects, topology
+from driftline.policy_store import DirectoryBlobs, HostTensor, JetStreamBlobs, PolicyReader, PolicyWriter
+from driftline.policy_store.applying import GROUP_BYTES, PACKS_IN_FLIGHT, apply_encoding
+from driftline.policy_store.mapped import mapped_in, mapped_state
+from driftline.policy_store.packing import PACK_BYTES, PUTS_IN_FLIGHT, ROOM_BYTES
+from driftline.policy_store.tensor import SHARD_BYTES, Layout
+from driftline.policy_store.workers import shared_workers
+from driftline.services.policy_store.service import PolicyStoreService
+
+RUN = "scale"
+GIB, MIB = 2**30, 2**20
+TENSOR_BYTES = 64 * MIB
+SHARE = 0.01
+SAMPLE_S = 0.005
+KEEP = 20
+STRETCH = 100
+Row = dict[str, object]
+
+
+class Weights:
+    """A checkpoint that is never in memory: tensor `number` of `version` is a function of the two.
+
+    Each is one block of N(0, 0.02) in bf16 from another place on, lowest bits mixed with a counter; version 1 moves 1 % of its
+    elements by one ulp.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        rng = np.random.Generator(np.random.Philox(key=17))
+        elements = TENSOR_BYTES // 2
+        self._block = (rng.standard_normal(elements, np.float32) * np.float32(0.02)).view(np.uint32) >> 16
+        self._block = self._block.astype(np.uint16)
+        self._moved = np.flatnonzero(rng.random(elements, np.float32) < SHARE)
+        self._up = rng.random(self._moved.size) < 0.5
+        count, rest = divmod(nbytes, TENSOR_BYTES)
+        sizes = [elements] * count + ([rest // 2] if rest else [])
+        self.layouts = {f"layer.{number:05d}": Layout("bfloat16", (size,)) for number, size in enumerate(sizes)}
+        self.made_s = 0.0
+
+    def tensor(self, name: str, version: int) -> HostTensor:
+        began = time.perf_counter()
+        number, size = int(name.split(".")[1]), self.layouts[name].shape[0]
+        bits = np.roll(self._block, 7919 * number)[:size]
+        bits ^= np.uint16(number & 3)
+        if version:
+            at = (self._moved + 104_729 * number) % self._block.size
+            inside = at < size
+            bits[at[inside]] += np.where(self._up[inside], 1, 0xFFFF).astype(np.uint16)
+        self.made_s += time.perf_counter() - began
+        return HostTensor("bfloat16", (size,), bits.view(np.uint8))
+
+
+@dataclass
+class Measured:
+    """One stage. Memory in bytes; seconds without the making of tensors."""
+
+    stage: str
+    anonymous: int = 0
+    before: int = 0
+    resident: int = 0
+    seconds: float = 0.0
+    stored: int = 0
+
+
+@contextmanager
+def measured(stage: str, weights: Weights, before: int) -> Iterator[Measured]:
+    found = Measured(stage, before=before)
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.wait(SAMPLE_S):
+            found.anonymous = max(found.anonymous, status("RssAnon"))
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    made, began = weights.made_s, time.perf_counter()
+    try:
+        yield found
+    finally:
+        found.seconds = time.perf_counter() - began - (weights.made_s - made)
+        over.set()
+        looking.join()
+        found.resident = status("VmHWM")
+
+
+def status(field: str) -> int:
+    """A field of /proc/self/status in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise LookupError(field)
+
+
+async def publish(url: str, folder: Path, nbytes: int) -> list[Measured]:
+    weights = Weights(nbytes)
+    results = []
+    async with await NatsBus.connect(url, name="publish") as bus:
+        writer = PolicyWriter(bus, DirectoryBlobs(folder / "blobs"), RUN, 1000, allocate=mapped_in(folder))
+        await writer.resume()
+        before = status("RssAnon")
+        for version, stage in enumerate(("publish a full", "publish a delta")):
+            with measured(stage, weights, before) as found:
+                async with writer.draft(weights.layouts, version=version, learner_step=version) as draft:
+                    for name in weights.layouts:
+                        await draft.put(name, weights.tensor(name, version))
+                    manifest = await draft.commit()
+            found.stored = sum(pack.size for pack in manifest.packs)
+            results.append(found)
+    return results
+
+
+async def read(url: str, folder: Path, nbytes: int) -> list[Measured]:
+    weights = Weights(nbytes)
+    results = []
+    async with await NatsBus.connect(url, name="read") as bus:
+        blobs = DirectoryBlobs(folder / "blobs")
+        reader = PolicyReader(bus, blobs, RUN)
+        first = await reader.manifest(0)
+        assert first.full is not None
+        before = status("RssAnon")
+        with measured("read a full", weights, before) as found:
+            state = mapped_state(folder, first.layouts())
+            await apply_encoding(state, first, first.full, blobs, shared_workers(), base=None)
+        found.stored = first.full.nbytes
+        results.append(found)
+        compare(state, weights, 0)
+        with measured("apply a delta", weights, before) as found:
+            state = await reader.advance(state, 0, 1, fallback=False)
+        delta = (await reader.manifest(1)).delta
+        assert delta is not None
+        found.stored = delta.nbytes
+        results.append(found)
+        compare(state, weights, 1)
+    return results
+
+
+def compare(state: dict[str, HostTensor], weights: Weights, version: int) -> None:
+    for name, tensor in state.items():
+        if not np.array_equal(tensor.data, weights.tensor(name, version).data):
+            sys.exit(f"{name} of version {version} is not what was published")
+
+
+def bound_of(stage: str) -> int:
+    """What the code says it holds: see `packing`, `draft` and `applying`."""
+    if "publish" in stage:
+        # The tensor being made and the one being put; shards that wait and that are encoded; this batch and the last one, coded; for a
+        # full beside a delta, packs being filled, joined and sent.
+        return 2 * TENSOR_BYTES + 2 * ROOM_BYTES + 2 * ROOM_BYTES + 2 * (PUTS_IN_FLIGHT + 2) * (PACK_BYTES + SHARD_BYTES)
+    # A pack as read, and what its shards become in the workers on the way.
+    return PACKS_IN_FLIGHT * 2 * (PACK_BYTES + SHARD_BYTES) + shared_workers().threads * (GROUP_BYTES + 4 * SHARD_BYTES)
+
+
+async def grow(sizes: list[float], folder: Path) -> list[Row]:
+    rows: list[Row] = []
+    smallest: dict[str, float] = {}
+    for gib in sizes:
+        with tempfile.TemporaryDirectory(prefix="policy-scale-", dir=folder) as place:
+            need = int(3.2 * gib * GIB)
+            if shutil.disk_usage(place).free < need:
+                sys.exit(f"{gib:g} GiB need {need / GIB:.0f} GiB free in {folder}: name another --folder")
+            server = NatsServer(Path(place) / "nats")
+            await server.start()
+            try:
+                async with await NatsBus.connect(server.url, name="scale") as bus:
+                    await bus.declare(topology(RUN))
+                stages = [Measured(**fields) for what in ("publish", "read")
+                          for fields in await child(what, server.url, Path(place), int(gib * GIB))]
+            finally:
+                await server.stop()
+        for found in stages:
+            rows += stage_rows(found, gib, smallest)
+            print_rows(rows[-3:])
+    return rows
+
+
+async def child(what: str, url: str, folder: Path, nbytes: int) -> list[dict[str, Any]]:
+    """One side in a process of its own: memory of another size before it would hide its own."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, __file__, "--child", what, url, str(folder), str(nbytes), stdout=asyncio.subprocess.PIPE,
+    )
+    try:
+        out, _ = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if process.returncode:
+        sys.exit(f"the {what} process ended with {process.returncode}")
+    found: list[dict[str, Any]] = json.loads(out)
+    return found
+
+
+def stage_rows(found: Measured, gib: float, smallest: dict[str, float]) -> list[Row]:
+    case = f"{gib:g} GiB, {found.stage}"
+    above = (found.anonymous - found.before) / MIB
+    first = smallest.setdefault(found.stage, above)
+    note = (f"RssAnon at most {found.anonymous / MIB:.0f} MiB, {found.before / MIB:.0f} MiB before; resident with the mapped weights "
+            f"{found.resident / MIB:.0f} MiB")
+    return [
+        row(f"{case}: memory beyond the weights", above, "MiB", "smallest checkpoint", first, above / first, bound_of(found.stage) / MIB, note),
+        row(f"{case}: time", found.seconds / gib, "s per GiB", None, None, None, None, f"{found.seconds:.1f} s in all; load {os.getloadavg()[0]:.1f}"),
+        row(f"{case}: bytes", 100 * found.stored / (gib * GIB), "% of raw", None, None, None, None, f"{found.stored / GIB:.4g} GiB in packs"),
+    ]
+
+
+class Heard:
+    """Says when the service is through with a version."""
+
+    def __init__(self) -> None:
+        self.version = -1
+        self._changed = asyncio.Condition()
+
+    async def report(self, values: Any, *, step: int = -1) -> None:
+        async with self._changed:
+            self.version = step
+            self._changed.notify_all()
+
+    async def until(self, version: int) -> None:
+        async with asyncio.timeout(60), self._changed:
+            await self._changed.wait_for(lambda: self.version >= version)
+
+
+async def many(count: int, folder: Path) -> list[Row]:
+    """`count` versions of 2 MiB; each is timed until the head has moved, and until the service has verified it and collected."""
+    rng = np.random.default_rng(3)
+    weights = (rng.standard_normal(MIB, np.float32) * np.float32(0.02)).view(np.uint32) >> 16
+    bits = weights.astype(np.uint16)
+    published, settled, sizes = [], [], {}
+    with tempfile.TemporaryDirectory(prefix="policy-scale-", dir=folder) as place:
+        server = NatsServer(Path(place) / "nats")
+        await server.start()
+        try:
+            async with await NatsBus.connect(server.url, name="versions") as bus:
+                await bus.declare(topology(RUN))
+                blobs, heard = JetStreamBlobs(bus, RUN), Heard()
+                service = asyncio.create_task(PolicyStoreService(bus, blobs, RUN, keep_versions=KEEP, reporter=heard).run())
+                writer = PolicyWriter(bus, blobs, RUN)
+                await writer.resume()
+                for version in range(count):
+                    moved = rng.integers(0, bits.size, bits.size // 100)
+                    bits[moved] ^= 1
+                    began = time.perf_counter()
+                    await writer.publish({"w": HostTensor.from_numpy(bits, "bfloat16")}, version=version, learner_step=version)
+                    published.append(time.perf_counter() - began)
+                    await heard.until(version)
+                    settled.append(time.perf_counter() - began)
+                    if version + 1 in (STRETCH, count):
+                        sizes[version + 1] = await stream_bytes(server.url)
+                service.cancel()
+                await asyncio.wait([service])
+        finally:
+            await server.stop()
+    rows = []
+    for what, seconds in (("publish", published), ("publish, verify and collect", settled)):
+        first, last = (1e3 * statistics.median(part) for part in (seconds[:STRETCH], seconds[-STRETCH:]))
+        rows.append(row(f"{count} versions: {what}, last {STRETCH}", last, "ms, median", f"first {STRETCH}", first, first / last, None,
+                        f"2 MiB, 1 % changed, broker's blob streams; load {os.getloadavg()[0]:.1f}"))
+    for plane in ("POLICY", "BLOB"):
+        first, last = (sizes[at][plane] / MIB for at in (STRETCH, count))
+        rows.append(row(f"{count} versions: bytes in the {plane} stream", last, "MiB", f"after {STRETCH}", first, first / last, None,
+                        f"{KEEP} versions kept"))
+    print_rows(rows)
+    return rows
+
+
+async def stream_bytes(url: str) -> dict[str, int]:
+    client = await nats.connect(url)
+    try:
+        names = Subjects(RUN)
+        return {plane: (await client.jetstream().stream_info(names.stream(plane))).state.bytes for plane in ("POLICY", "BLOB")}
+    finally:
+        await client.close()
+
+
+def row(case: str, ours: float, unit: str, peer: str | None, peer_value: float | None, ratio: float | None, bound: float | None,
+        note: str) -> Row:
+    def short(value: float | None) -> float | None:
+        return None if value is None else float(f"{value:.4g}")
+
+    return {"case": case, "ours": short(ours), "unit": unit, "peer": peer, "peer_value": short(peer_value), "ratio": short(ratio),
+            "bound": short(bound), "note": note}
+
+
+def print_rows(rows: list[Row]) -> None:
+    for entry in rows:
+        cells = [entry["ours"], entry["peer_value"], entry["ratio"], entry["bound"]]
+        texts = ["-" if cell is None else f"{cell:.4g}" for cell in cells]
+        print(f"{entry['case']:62} {texts[0]:>9} {texts[1]:>9} {texts[2]:>6} {texts[3]:>9}  {entry['unit']:12} {entry['note']}", flush=True)
+
+
+def write(path: Path, device: str, command: str, rows: list[Row]) -> None:
+    """Rows of the other kind (sizes, or numbers of versions) stay as they were, with the command that made them in their notes."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+    kinds = {"versions" in str(entry["case"]) for entry in rows}
+    old = json.loads(path.read_text())["rows"] if path.exists() else []
+    kept = [entry for entry in old if ("versions" in str(entry["case"])) not in kinds]
+    result = {
+        "command": "python benchmarks/policy_scale.py --gib 1 4 16; python benchmarks/policy_scale.py --versions 1000" if kept else command,
+        "commit": commit,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "device": device,
+        "rows": sorted([*kept, *rows], key=lambda entry: "versions" in str(entry["case"])),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"wrote {path}")
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    arguments.add_argument("--device", default="cpu-2core")
+    arguments.add_argument("--gib", type=float, nargs="+", default=[])
+    arguments.add_argument("--versions", type=int, default=0)
+    arguments.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
+    arguments.add_argument("--out", type=Path, help="default benchmarks/results/<device>/policy_scale.json")
+    arguments.add_argument("--child", nargs=4, metavar=("WHAT", "URL", "FOLDER", "BYTES"), help=argparse.SUPPRESS)
+    given = arguments.parse_args()
+    if given.child:
+        what, url, folder, nbytes = given.child
+        stages = asyncio.run((publish if what == "publish" else read)(url, Path(folder), int(nbytes)))
+        print(json.dumps([asdict(stage) for stage in stages]))
+        return
+    if not given.gib and given.versions < 2 * STRETCH:
+        arguments.error(f"say --gib SIZE ..., or --versions with at least {2 * STRETCH}")
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
+    print(f"{'case':62} {'ours':>9} {'peer':>9} {'ratio':>6} {'bound':>9}  unit")
+    rows = asyncio.run(grow(given.gib, given.folder)) if given.gib else []
+    if given.versions:
+        rows += asyncio.run(many(given.versions, given.folder))
+    command = "python benchmarks/policy_scale.py" + (f" --gib {' '.join(f'{gib:g}' for gib in given.gib)}" if given.gib else "") + (
+        f" --versions {given.versions}" if given.versions else "")
+    write(given.out or Path(__file__).parent / "results" / given.device / "policy_scale.json", given.device, command, rows)
+
+
+if __name__ == "__main__":
+    main()
