@@ -14,7 +14,7 @@ from torch import nn
 
 from driftline.messages.errors import IntegrityError
 
-__all__ = ["export_state", "load_state", "policy_dtype", "round_to_policy_"]
+__all__ = ["export_state", "exported", "load_state", "policy_dtype", "public_tensors", "round_to_policy_"]
 
 _FP32 = re.compile(r"(A_log|dt_bias|conv1d\.weight|e_score_correction_bias)$")
 _RESIDUAL = re.compile(r"(self_attention_res|mlp_res|output_attn_res)\.(proj|norm)\.")
@@ -26,25 +26,32 @@ def policy_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if _FP32.search(name) else dtype
 
 
+def public_tensors(name: str, parameter: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """(public name, view) of a module's parameter: stacked experts are one tensor each."""
+    tensor = parameter.detach()
+    stacked = _STACKED.match(name)
+    if stacked:
+        for i in range(tensor.shape[0]):
+            yield f"{stacked['head']}.{i}.{stacked['which']}.weight", tensor[i]
+    else:
+        yield _RESIDUAL.sub(r"\1_\2.", name), tensor
+
+
 def _named(model: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
     """(module name, public name, tensor), stacked experts split into views of the same storage; tied tensors once."""
     for name, parameter in model.named_parameters():
-        tensor = parameter.detach()
-        stacked = _STACKED.match(name)
-        if stacked:
-            for i in range(tensor.shape[0]):
-                yield name, f"{stacked['head']}.{i}.{stacked['which']}.weight", tensor[i]
-        else:
-            yield name, _RESIDUAL.sub(r"\1_\2.", name), tensor
+        for public, tensor in public_tensors(name, parameter):
+            yield name, public, tensor
+
+
+def exported(public: str, tensor: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """A CPU copy in the policy's dtype: later steps do not change it."""
+    return tensor.to("cpu", policy_dtype(public, dtype), copy=True).contiguous()
 
 
 def export_state(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
-    """Named CPU tensors in policy dtypes, sorted by name. Each is a copy: later steps do not change it."""
-    out = {}
-    for _, public, tensor in _named(model):
-        copy = tensor.to("cpu", policy_dtype(public, dtype), copy=True).contiguous()
-        out[public] = copy
-    return dict(sorted(out.items()))
+    """Named CPU tensors in policy dtypes, sorted by name, each a copy."""
+    return dict(sorted((public, exported(public, tensor, dtype)) for _, public, tensor in _named(model)))
 
 
 def load_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:

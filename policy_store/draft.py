@@ -7,7 +7,8 @@
 
 The writer's base is moved forward shard by shard, right after each is encoded, so no second copy of the weights exists; `put` waits while
 more than `packing.ROOM_BYTES` wait to be encoded. Nothing is the policy before `commit` returns. A draft that is left without a commit,
-or fails, leaves the old version current and the writer unready: its base is then no version, and `resume()` reads it again.
+or fails, leaves the old version current and the writer, once anything was put, unready: its base is then no version, and `resume()` reads
+it again. `put` may be called from another task than the block's, one call at a time.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Encoded:
 
 
 class Draft:
-    """Made by `PolicyWriter.draft`, used by one task."""
+    """Made by `PolicyWriter.draft`."""
 
     def __init__(self, writer: PolicyWriter, layouts: Mapping[str, Layout], version: int, learner_step: int, *, forward: bool) -> None:
         self._writer, self._forward = writer, forward
@@ -72,6 +73,8 @@ class Draft:
         self._group = AsyncExitStack()  # of the tasks behind; closed by commit or on the way out
         self._stream: ShardStream | None = None
         self._committed = False
+        self._discarded = False
+        self._begun = False
         self._delta: Packer | None = None
         self._full: Packer | None = None
         self._before: dict[tuple[str, int], bytes] = {}
@@ -93,14 +96,16 @@ class Draft:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool | None:
-        if error is None and not self._committed:
+        if error is None and not self._committed and not self._discarded:
             error = IntegrityError("left without a commit", field="draft", value=self.version, remedy="call commit() inside the block")
         try:
+            if self._discarded and self._stream is not None:
+                await self._stream.finish()
             await self._group.__aexit__(type(error) if error else None, error, traceback)
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from failures
         finally:
-            self._writer.end(torn=self._forward and not self._committed)
+            self._writer.end(torn=self._begun and self._forward and not self._committed)
         if error is not None and kind is None:
             raise error
         return None
@@ -139,6 +144,7 @@ class Draft:
 
     async def _add(self, name: str, shards: Sequence[Shard], new: Sequence[Bytes1D | Changes]) -> None:
         assert self._stream is not None
+        self._begun = True
         layout = self.layouts[name]
         base, known = self._writer.room(name, layout, make=self._forward)
         for shard, content in zip(shards, new, strict=True):
@@ -147,6 +153,13 @@ class Draft:
                 self._before.get((name, shard.start)) if known else None, content, delta=self._delta is not None,
                 full=self._full is not None, forward=self._forward, form=self._writer.form,
             ))
+
+    def discard(self) -> None:
+        """There is no such version after all; allowed while nothing was put, and then the writer stays ready."""
+        if self._begun:
+            raise IntegrityError("tensors were put already", field="draft", value=self.version,
+                                 remedy="leave the block by an exception, then resume() the writer")
+        self._discarded = True
 
     async def commit(
         self, *, consumed: Sequence[str] = (), numerics: Mapping[str, Any] | None = None, batch: BlobRef | None = None

@@ -211,9 +211,13 @@ class ShardStream:
         group.create_task(self._encode(), name="encode shards")
 
     async def add(self, job: Job) -> None:
-        """Returns when there is room for it. Its bytes must not change until the stream is finished."""
+        """Returns when there is room for it. Its bytes must not change until the stream is finished. Raises IntegrityError when it failed."""
         async with self._changed:
-            await self._changed.wait_for(lambda: not self._waiting or self._waiting_bytes + job.nbytes <= ROOM_BYTES)
+            await self._changed.wait_for(
+                lambda: self._closed or not self._waiting or self._waiting_bytes + job.nbytes <= ROOM_BYTES)
+            if self._closed:  # an adder in another task is not cancelled with the group
+                raise IntegrityError("the stream has ended", field=f"tensor {job.shard.name}", value=job.shard.number,
+                                     remedy="see what ended it")
             self._waiting.append(job)
             self._waiting_bytes += job.nbytes
             self._changed.notify_all()
@@ -226,6 +230,14 @@ class ShardStream:
         await self._done.wait()  # a failure is the group's, which cancels this wait
 
     async def _encode(self) -> None:
+        try:
+            await self._encode_all()
+        finally:
+            self._closed = True
+            async with self._changed:
+                self._changed.notify_all()
+
+    async def _encode_all(self) -> None:
         while batch := await self._next():
             began = time.monotonic()
             coded = await self._workers.map(Job.encode, batch)

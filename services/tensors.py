@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 
-from driftline.policy_store.tensor import HostTensor, State
+from driftline.policy_store.tensor import HostTensor, Layout, State
 
-__all__ = ["TORCH_DTYPES", "from_host", "to_host"]
+__all__ = ["TORCH_DTYPES", "from_host", "host_layout", "host_tensor", "to_host"]
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = {
     "bool": torch.bool, "uint8": torch.uint8, "int8": torch.int8, "int16": torch.int16, "int32": torch.int32, "int64": torch.int64,
@@ -27,6 +27,15 @@ def to_host(tensors: Mapping[str, torch.Tensor]) -> State:
         data = flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, dtype=np.uint8)
         out[name] = HostTensor(_NAMES[tensor.dtype], tuple(tensor.shape), data)
     return out
+
+
+def host_tensor(tensor: torch.Tensor) -> HostTensor:
+    """A contiguous CPU tensor, its memory shared."""
+    return to_host({"": tensor})[""]
+
+
+def host_layout(shape: Sequence[int], dtype: torch.dtype) -> Layout:
+    return Layout(_NAMES[dtype], tuple(int(size) for size in shape))
 
 
 def from_host(state: State) -> dict[str, torch.Tensor]:

@@ -17,7 +17,6 @@ from pathlib import Path
 import structlog
 import torch
 
-from driftline.messages.blobs import BlobRef
 from driftline.messages.bus import Bus, Delivery
 from driftline.messages.dead_letters import follow_dead, group_of
 from driftline.messages.errors import DriftlineError
@@ -27,12 +26,14 @@ from driftline.messages.types import Admitted, Graded, Outcome, OutcomeEvent, Re
 from driftline.policy_store.blobs import BlobStore
 from driftline.policy_store.manifest import Manifest
 from driftline.policy_store.reader import PolicyReader
+from driftline.policy_store.tensor import Layout
 from driftline.policy_store.writer import PolicyWriter
 from driftline.services.config import Config
 from driftline.services.learner.assembler import Arrival, Assembler, Batch
 from driftline.services.learner.checkpoints import Checkpointer, CheckpointFiles
 from driftline.services.learner.determinism import compute_deterministically
 from driftline.services.learner.drift_metrics import Drift
+from driftline.services.learner.handing_in import HandingIn
 from driftline.services.learner.held import HeldMembers
 from driftline.services.learner.ledger import LedgerPen
 from driftline.services.learner.numerics import numerics_facts
@@ -67,7 +68,9 @@ class LearnerService:
         self._subjects = Subjects(self._run)
         self._ledger = self._subjects.stream("LEDGER")
         self._consumer = next(c for c in run_topology(config).consumers if c.durable == "learner")
-        self._writer = PolicyWriter(bus, blobs, self._run, config.policy.full_every)
+        self._writer = PolicyWriter(
+            bus, blobs, self._run, config.policy.full_every, full_share=config.policy.full_share, form=config.policy.delta_form)
+        self._layouts: dict[str, Layout] = {}
         self._reader = PolicyReader(bus, blobs, self._run)
         self._files = CheckpointFiles(Path(config.learner.checkpoint_dir) if config.learner.checkpoint_dir else run_dir / "learner")
         self._checkpoints = Checkpointer(self._files, every=config.learner.checkpoint_every, bound=config.learner.max_recompute)
@@ -135,9 +138,10 @@ class LearnerService:
         trainer = Trainer(model, learner, dtype=policy_torch_dtype(self._config))
         if learner.probe_members:
             self._probe = NumericsProbe(model, members=learner.probe_members, keep=self._config.run.max_lag + 1, replay=learner.router_replay)
+        self._layouts = trainer.layouts()
         head = await self._writer.resume(fence=str(self._pen.epoch))
         if head is None:
-            await self._publish(trainer, 0, (), None)
+            await self._publish_start(trainer)
             return trainer
         self.head, self._digest = head.version, head.digest
         manifest = await self._reader.load(head.link)
@@ -302,15 +306,22 @@ class LearnerService:
                 self.assembler.ended(event)
             return
         skipped = trainer.skipped
-        async with asyncio.TaskGroup() as tasks:
-            recording = tasks.create_task(store_batch(self._bus, self._run, records_of(self._run, batch), version))
-            numerics = await asyncio.to_thread(self._probe.measure, batch) if self._probe is not None else None
-            report = await asyncio.to_thread(trainer.step, batch)
-        if trainer.skipped > skipped:
-            await self._refuse(batch, report)
-            return
-        self._bad_steps = 0
-        manifest, publish_s = await self._publish(trainer, version, batch.consumed, recording.result())
+        async with self._writer.draft(self._layouts, version=version, learner_step=version) as draft:
+            handing = HandingIn(draft, keep=self._probe is not None)
+            async with asyncio.TaskGroup() as tasks:
+                recording = tasks.create_task(store_batch(self._bus, self._run, records_of(self._run, batch), version))
+                numerics = await asyncio.to_thread(self._probe.measure, batch) if self._probe is not None else None
+                report = await asyncio.to_thread(trainer.step, batch, handing.emit)
+            if trainer.skipped > skipped:
+                draft.discard()
+                await self._refuse(batch, report)
+                return
+            self._bad_steps = 0
+            stepped = time.monotonic()
+            manifest = await draft.commit(
+                consumed=batch.consumed, numerics=numerics_facts(self._config, self._optimizer), batch=recording.result())
+        await self._published(manifest, handing.kept)
+        publish_s = time.monotonic() - stepped
         await self._end(self.assembler.commit(batch, version, now=time.time()))
         await self._checkpoints.after(trainer, version, manifest.digest)
         await self._measure(report, numerics, manifest, version, waited, time.monotonic() - began, publish_s)
@@ -333,19 +344,17 @@ class LearnerService:
             raise DriftlineError(f"{self._bad_steps} steps in a row had a gradient that is not finite", field="grad_norm",
                                  value=report.values.get("grad_norm"), remedy="lower learner.lr, or inspect the rewards")
 
-    async def _publish(
-        self, trainer: Trainer, version: int, consumed: Sequence[str], batch: BlobRef | None
-    ) -> tuple[Manifest, float]:
-        """Bytes, manifest, head, the word on record: durable in that order."""
-        began = time.monotonic()
+    async def _publish_start(self, trainer: Trainer) -> None:
         tensors = await asyncio.to_thread(trainer.state)
         manifest = await self._writer.publish(
-            to_host(tensors), version=version, learner_step=version, consumed=consumed, numerics=numerics_facts(self._config, self._optimizer), batch=batch
-        )
-        self.head, self._digest, self._optimizer = version, manifest.digest, "continued"
+            to_host(tensors), version=0, learner_step=0, numerics=numerics_facts(self._config, self._optimizer))
+        await self._published(manifest, tensors)
+
+    async def _published(self, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> None:
+        """The head has moved: the word on record, and what the probe needs."""
+        self.head, self._digest, self._optimizer = manifest.version, manifest.digest, "continued"
         await store_version(self._bus, manifest.recorded)
-        self._remember(version, tensors)
-        return manifest, time.monotonic() - began
+        self._remember(manifest.version, tensors)
 
     async def _end(self, events: Sequence[OutcomeEvent]) -> None:
         """Write outcomes, then acknowledge what their groups held. Safe to repeat: the ledger keeps the first."""
@@ -363,7 +372,13 @@ class LearnerService:
     async def _measure(
         self, report: StepReport, numerics: Drift | None, manifest: Manifest, version: int, waited: float, step_s: float, publish_s: float
     ) -> None:
-        sizes = {"publish_bytes": float(manifest.delta.nbytes if manifest.delta else manifest.nbytes), "policy_bytes": float(manifest.nbytes)}
+        stats = self._writer.stats
+        assert stats is not None
+        sizes = {
+            "publish_bytes": float(stats.bytes_delta or stats.bytes_full), "policy_bytes": float(stats.bytes_raw),
+            "full_bytes": float(stats.bytes_full), "changed_share": stats.changed_share, "encode_s": stats.encode_s,
+            "upload_s": stats.upload_s,
+        }
         same_weights = {} if numerics is None else {
             "k3_lag0": numerics.k3, "bitwise_equal": numerics.bitwise_equal, "max_abs_lag0": numerics.max_abs, "tokens_lag0": float(numerics.tokens),
         }

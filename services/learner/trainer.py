@@ -11,16 +11,24 @@ Shapes: G groups in a micro-batch, M members of them, P the longest prompt, R th
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
 from driftline.messages.errors import IntegrityError
 from driftline.models.model import K3ForCausalLM
-from driftline.models.state import export_state, load_state, policy_dtype, round_to_policy_
+from driftline.models.state import (
+    export_state,
+    exported,
+    load_state,
+    policy_dtype,
+    public_tensors,
+    round_to_policy_,
+)
+from driftline.policy_store.tensor import Layout
 from driftline.services.config import LearnerConfig, Proximal
 from driftline.services.learner.advantage import Estimator, group_advantages
 from driftline.services.learner.assembler import Batch
@@ -28,8 +36,9 @@ from driftline.services.learner.correction import CorrectionConfig, correct
 from driftline.services.learner.drift_metrics import drift_by_lag, lags
 from driftline.services.learner.objective import Denominators, ObjectiveConfig, Tally, loss
 from driftline.services.learner.shared_prompts import FlatTokens, forward_groups
+from driftline.services.tensors import host_layout
 
-__all__ = ["StepReport", "Trainer"]
+__all__ = ["Emit", "StepReport", "Trainer"]
 
 
 @dataclass(frozen=True)
@@ -40,6 +49,12 @@ class StepReport:
     lag_histogram: tuple[float, ...]
 
 
+Emit: TypeAlias = Callable[[str, torch.Tensor], None]
+
+CHUNK_ELEMENTS = 1 << 24
+"""Parameters stepped together: enough to keep the optimizer's kernels busy, few enough that the first are encoded early."""
+
+
 class Trainer:
     def __init__(self, model: K3ForCausalLM, config: LearnerConfig, *, dtype: torch.dtype = torch.bfloat16) -> None:
         self.model, self.config, self.dtype = model, config, dtype
@@ -48,8 +63,9 @@ class Trainer:
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         round_to_policy_(model, dtype)
         self.masters = [p.detach().float().clone() for p in self.parameters]
+        self._chunks = _chunks(self.masters)
         self.optimizer = torch.optim.AdamW(
-            self.masters, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, foreach=True
+            [{"params": self.masters[chunk]} for chunk in self._chunks], lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, foreach=True
         )
         self.objective = ObjectiveConfig(
             name=config.objective, eps_low=config.eps_low, eps_high=config.eps_high, dual_clip=config.dual_clip
@@ -60,6 +76,13 @@ class Trainer:
         """The policy as it is published: named CPU tensors in policy dtypes."""
         return export_state(self.model, self.dtype)
 
+    def layouts(self) -> dict[str, Layout]:
+        """Of the tensors `step` emits, which are those of `state`."""
+        return {
+            public: host_layout(tensor.shape, policy_dtype(public, self.dtype))
+            for name, parameter in self.model.named_parameters() for public, tensor in public_tensors(name, parameter)
+        }
+
     def load_policy(self, state: Mapping[str, torch.Tensor]) -> None:
         """Continue from a published policy: model and masters take its values, the optimizer starts fresh."""
         load_state(self.model, state)
@@ -68,8 +91,9 @@ class Trainer:
                 master.copy_(parameter)
         self.optimizer.state.clear()
 
-    def step(self, batch: Batch) -> StepReport:
-        """One optimizer step. `batch.head` is the version whose weights the model holds."""
+    def step(self, batch: Batch, emit: Emit | None = None) -> StepReport:
+        """One optimizer step. `batch.head` is the version whose weights the model holds. `emit` is handed every tensor of the new
+        policy, under its public name, a CPU copy in the policy's dtype, as soon as the optimizer has made it; nothing when the step is refused."""
         started = time.perf_counter()
         advantages, rewards = self._advantages(batch)
         masks = [t.action_mask for t in batch.trajectories]
@@ -95,7 +119,7 @@ class Trainer:
             parts.append(flat)
         assert tally is not None
         # A token-level objective clamps a -inf away, so only the count shows it.
-        norm = self._update() if tally.metrics()["new_non_finite"] == 0 else self._refuse()
+        norm = self._update(emit) if tally.metrics()["new_non_finite"] == 0 else self._refuse()
         return self._report(batch, parts, tally, rewards, total, norm, time.perf_counter() - started)
 
     def _advantages(self, batch: Batch) -> tuple[torch.Tensor, list[float]]:
@@ -116,7 +140,7 @@ class Trainer:
         # One optimizer step per batch: the proximal policy of a recomputing learner is the current one.
         return (flat.logp.detach() if decoupled else flat.behave), fixed.keep, fixed.weight
 
-    def _update(self) -> float:
+    def _update(self, emit: Emit | None) -> float:
         """Clip, step the masters, round into the model. Returns the gradient norm before clipping."""
         for master, parameter in zip(self.masters, self.parameters, strict=True):
             master.grad = torch.zeros_like(master) if parameter.grad is None else parameter.grad.float()
@@ -124,11 +148,30 @@ class Trainer:
         if not np.isfinite(norm):
             self._refuse()
             return norm
-        self.optimizer.step()
-        with torch.no_grad():
-            for name, master, parameter in zip(self.names, self.masters, self.parameters, strict=True):
-                parameter.copy_(master.to(policy_dtype(name, self.dtype)))
+        groups = self.optimizer.param_groups
+        try:
+            for chunk, group in zip(self._chunks, groups, strict=True):
+                self.optimizer.param_groups = [group]  # a chunk is on its way while the next is made
+                self.optimizer.step()
+                self._round(chunk, emit)
+        finally:
+            self.optimizer.param_groups = groups
+        if emit is not None:
+            for name, parameter in self.model.named_parameters():
+                if not parameter.requires_grad:
+                    self._emit(emit, name, parameter)
         return norm
+
+    @torch.no_grad()
+    def _round(self, chunk: slice, emit: Emit | None) -> None:
+        for name, master, parameter in zip(self.names[chunk], self.masters[chunk], self.parameters[chunk], strict=True):
+            parameter.copy_(master.to(policy_dtype(name, self.dtype)))
+            if emit is not None:
+                self._emit(emit, name, parameter)
+
+    def _emit(self, emit: Emit, name: str, parameter: torch.Tensor) -> None:
+        for public, tensor in public_tensors(name, parameter):
+            emit(public, exported(public, tensor, self.dtype))
 
     def _refuse(self) -> float:
         self.skipped += 1
@@ -202,3 +245,15 @@ class Trainer:
         torch.set_rng_state(tensors["rng/cpu"])
         if "rng/device" in tensors and self.device.type == "cuda":
             torch.cuda.set_rng_state(tensors["rng/device"], self.device)
+
+
+def _chunks(masters: Sequence[torch.Tensor]) -> list[slice]:
+    """Consecutive parameters of about `CHUNK_ELEMENTS` together."""
+    chunks: list[slice] = []
+    first = size = 0
+    for i, master in enumerate(masters):
+        size += master.numel()
+        if size >= CHUNK_ELEMENTS or i == len(masters) - 1:
+            chunks.append(slice(first, i + 1))
+            first, size = i + 1, 0
+    return chunks
