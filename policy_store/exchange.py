@@ -28,7 +28,7 @@ from driftline.policy_store.model_files import ADAPTER_CONFIG, check_json, files
 from driftline.policy_store.tensor import Bytes1D, HostTensor, Layout, State
 from driftline.policy_store.tensor_file import OnBytes, TensorFile, plan_file, silent, write_tensors
 
-__all__ = ["ADAPTER_WEIGHTS", "INDEX", "ModelFolder", "OutFiles", "split", "write_model"]
+__all__ = ["ADAPTER_WEIGHTS", "INDEX", "METADATA", "ModelFolder", "OutFiles", "split", "write_model"]
 
 INDEX: Final = "model.safetensors.index.json"
 ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
