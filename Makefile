@@ -34,7 +34,7 @@ chaos: $(STAMP)
 
 # What a usable environment can do. Run by hand it says what is missing.
 check:
-	@$(BIN)/python -c "import pathlib, driftline.cli, torch, nats, reasoning_gym, pytest, hypothesis, mypy, ruff; \
+	@$(BIN)/python -c "import pathlib, driftline.cli, torch, nats, reasoning_gym, pytest, hypothesis, mypy, ruff, obstore; \
 	here = pathlib.Path.cwd().resolve(); assert here in pathlib.Path(driftline.__file__).resolve().parents, \
 	f'{driftline.__file__} is another checkout'"
 

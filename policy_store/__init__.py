@@ -1,6 +1,14 @@
 """Policy versions: weights as a chain of manifests over content-addressed blobs, exact, verified, and cheap to follow."""
 
-from driftline.policy_store.blobs import BlobRef, BlobStore, DirectoryBlobs, JetStreamBlobs, MemoryBlobs
+from driftline.policy_store.blobs import (
+    BlobRef,
+    BlobStore,
+    DirectoryBlobs,
+    JetStreamBlobs,
+    MemoryBlobs,
+    StoredBlob,
+)
+from driftline.policy_store.location import StoreLocated, located_store, open_store
 from driftline.policy_store.manifest import Link, Manifest, PolicyHead, VersionKind
 from driftline.policy_store.pins import Pins
 from driftline.policy_store.reader import PolicyReader
@@ -21,6 +29,10 @@ __all__ = [
     "PolicyReader",
     "PolicyWriter",
     "State",
+    "StoreLocated",
+    "StoredBlob",
     "VersionKind",
+    "located_store",
+    "open_store",
     "state_digest",
 ]

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from driftline.messages.bus import Bus
 from driftline.messages.errors import ConfigError
 from driftline.services.config import Config
-from driftline.services.policy_config import FILE
 from driftline.services.runtime import Build, Context, Service
 
 if TYPE_CHECKING:
@@ -24,12 +23,19 @@ __all__ = ["SERVICES", "blob_store", "checkpoint_dir", "scorer_specs", "task_sou
 
 def blob_store(bus: Bus, config: Config) -> BlobStore:
     """Where policy bytes live."""
-    from driftline.policy_store.blobs import DirectoryBlobs, JetStreamBlobs
+    from driftline.policy_store.location import open_store
 
-    store = config.policy.store
-    if store.startswith(FILE):
-        return DirectoryBlobs(Path(store.removeprefix(FILE)))
-    return JetStreamBlobs(bus, config.run.name)
+    policy = config.policy
+    return open_store(policy.store, bus, config.run.name, endpoint=policy.s3_endpoint, region=policy.s3_region)
+
+
+async def _located(context: Context) -> BlobStore:
+    """The store, for a service that writes there: whoever reads the run is told of it first. ConfigError when the run has another."""
+    from driftline.policy_store.location import locate
+
+    policy = context.config.policy
+    await locate(context.bus, context.config.run.name, policy.store, endpoint=policy.s3_endpoint, region=policy.s3_region)
+    return blob_store(context.bus, context.config)
 
 
 def task_source(config: Config) -> TaskSource:
@@ -80,12 +86,12 @@ def _grader(context: Context) -> Service:
     )
 
 
-def _policy_store(context: Context) -> Service:
+async def _policy_store(context: Context) -> Service:
     from driftline.services.policy_store.service import PolicyStoreService
 
     config, store = context.config, context.config.policy_store
     return PolicyStoreService(
-        context.bus, blob_store(context.bus, config), config.run.name, keep_versions=store.keep_versions, keep_start=store.keep_start,
+        context.bus, await _located(context), config.run.name, keep_versions=store.keep_versions, keep_start=store.keep_start,
         mirror_dir=context.run_dir / "policy" if store.mirror else None, mirror_keep=store.mirror_keep,
         mirror_beside={"config.json": (checkpoint_dir(config) / "config.json").read_bytes()},
         reporter=context.reporter,
@@ -95,14 +101,18 @@ def _policy_store(context: Context) -> Service:
 def _rollout(context: Context) -> Service:
     from driftline.services.rollout.service import RolloutService
 
-    blobs = blob_store(context.bus, context.config)
-    return RolloutService(context.bus, blobs, context.config, context.instance or "0", context.reporter)
+    blobs, instance = blob_store(context.bus, context.config), context.instance or "0"
+    if context.config.relay.enabled:
+        from driftline.services.rollout.relay import RelayedRollout
+
+        return RelayedRollout(context.bus, blobs, context.config, instance, context.reporter)
+    return RolloutService(context.bus, blobs, context.config, instance, context.reporter)
 
 
-def _learner(context: Context) -> Service:
+async def _learner(context: Context) -> Service:
     from driftline.services.learner.service import LearnerService
 
-    blobs = blob_store(context.bus, context.config)
+    blobs = await _located(context)
     return LearnerService(context.bus, blobs, context.config, context.run_dir, context.reporter)
 
 

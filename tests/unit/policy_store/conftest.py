@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 from policy_cases import Policy
+from s3_server import BUCKET
 
 from driftline.messages.bus import Bus
 from driftline.messages.memory import MemoryBus
 from driftline.messages.nats_bus import NatsBus
 from driftline.messages.subjects import topology
-from driftline.policy_store import BlobStore, DirectoryBlobs, JetStreamBlobs, MemoryBlobs
+from driftline.policy_store import BlobStore, DirectoryBlobs, JetStreamBlobs, MemoryBlobs, open_store
 
 MIB = 1024 * 1024
 
@@ -42,13 +43,16 @@ def quick_blobs() -> MemoryBlobs:
     return MemoryBlobs()
 
 
-@pytest.fixture(params=["jetstream", "directory", "memory"])
+@pytest.fixture(params=["jetstream", "directory", "s3", "memory"])
 def blobs(request: pytest.FixtureRequest, bus: Bus, fresh_run: str, tmp_path: Path) -> BlobStore:
     match request.param:
         case "jetstream":
             return JetStreamBlobs(bus, fresh_run)
         case "directory":
             return DirectoryBlobs(tmp_path / "blobs")
+        case "s3":
+            server = request.getfixturevalue("s3_keys")
+            return open_store(f"s3://{BUCKET}/unit", bus, fresh_run, endpoint=server.url)
         case _:
             return MemoryBlobs()
 
