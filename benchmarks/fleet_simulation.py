@@ -4,7 +4,8 @@
 
 The unit is a pack. Every stage is a server that takes packs one at a time, in the order they come; each has a rate and counts the
 seconds it was busy and the bytes it moved. An engine has `window` packs between asking for and having applied them, as the
-reader has. Bytes are conserved: what the engines received is what the store and the other engines sent.
+reader has; who asks whom for a pack is the relay's own rule (`policy_store.relay_tree`). Bytes are conserved: what the engines
+received is what the store and the other engines sent.
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from functools import cache
 from typing import NamedTuple
 
-__all__ = ["STORE", "Announce", "Fleet", "Outcome", "Stage", "Update", "parents", "simulate"]
+from driftline.policy_store.relay_tree import order
+
+__all__ = ["STORE", "Announce", "Fleet", "Outcome", "Stage", "Tree", "Update", "parents", "simulate"]
 
 STORE = -1
 
@@ -40,6 +44,17 @@ class Announce(Enum):
     """When that pack is durable: what a reader that fetched ahead of the head could gain."""
 
 
+class Tree(Enum):
+    """Who asks whom."""
+
+    NONE = auto()
+    """Everyone asks the store."""
+    FIXED = auto()
+    """One tree for all packs: who is near its root serves `fanout` times what a leaf receives, and leaves serve nothing."""
+    BY_PACK = auto()
+    """A tree of its own for each pack, as Driftline's relay has."""
+
+
 @dataclass(frozen=True)
 class Update:
     """`packs` equal packs of `pack_bytes`, each the encoding of `raw_bytes` of weights. Seconds are of a whole node for one pack."""
@@ -53,8 +68,8 @@ class Update:
 
 @dataclass(frozen=True)
 class Fleet:
-    """Links in bytes per second, full duplex; `latency_s` is one way. `fanout` None: every engine reads the store; else engines
-    form a tree in which one reads the store and each serves at most `fanout` others."""
+    """Links in bytes per second, full duplex; `latency_s` is one way. In a tree one engine asks the store for a pack and each serves it to
+    at most `fanout` others."""
 
     engines: int
     learners: int
@@ -65,7 +80,8 @@ class Fleet:
     latency_s: float
     durable_s: float
     window: int
-    fanout: int | None = None
+    tree: Tree = Tree.NONE
+    fanout: int = 4
     announce: Announce = Announce.HEAD
 
 
@@ -107,19 +123,17 @@ class _Server:
         return start, self.free
 
 
-def _transfer(out: _Server, into: _Server, now: float, nbytes: float) -> float:
-    """When the last byte arrives, but for the latency: what leaves one link enters the other at once. `into` has this one sender:
-    a second could not use what is reserved ahead of it."""
-    start, left = out.take(now, nbytes)
-    _, entered = into.take(start, nbytes)
-    return max(left, entered)
-
-
-def parents(engines: int, fanout: int | None) -> list[int]:
-    """Whom each engine reads: a heap-shaped tree, or the store."""
-    if fanout is None:
-        return [STORE] * engines
-    return [STORE if engine == 0 else (engine - 1) // fanout for engine in range(engines)]
+@cache
+def parents(engines: int, tree: Tree, fanout: int, pack: int) -> tuple[int, ...]:
+    """Whom each engine asks for a pack."""
+    if tree is Tree.NONE:
+        return (STORE,) * engines
+    names = [str(engine) for engine in range(engines)]
+    ranked = names if tree is Tree.FIXED else order(f"{pack:032x}", names)
+    found = [STORE] * engines
+    for position, name in enumerate(ranked[1:], 1):
+        found[int(name)] = int(ranked[(position - 1) // fanout])
+    return tuple(found)
 
 
 class _Event(Enum):
@@ -127,6 +141,7 @@ class _Event(Enum):
     UPLOADING = auto()
     ANNOUNCED = auto()
     ASKED = auto()
+    SENDING = auto()
     RECEIVED = auto()
     APPLIED = auto()
 
@@ -153,7 +168,6 @@ class _Run:
         self.learners = [_Server(fleet.learner_link) for _ in range(fleet.learners)]
         self.store_in, self.store_out = _Server(fleet.store_in), _Server(fleet.store_out)
         self.engines = [_Engine(_Server(fleet.engine_link), _Server(fleet.engine_link)) for _ in range(fleet.engines)]
-        self.parents = parents(fleet.engines, fleet.fanout)
         self.stored: set[int] = set()
         self.waiting: dict[int, deque[int]] = {}
         self.durable = 0.0
@@ -182,6 +196,8 @@ class _Run:
                     self.announce(now, pack)
                 case _Event.ASKED:
                     self.asked(now, who, pack)
+                case _Event.SENDING:
+                    self.enter(now, who, pack)
                 case _Event.RECEIVED:
                     self.received(now, who, pack)
                 case _Event.APPLIED:
@@ -214,17 +230,28 @@ class _Run:
             one.next += 1
 
     def asked(self, now: float, engine: int, pack: int) -> None:
-        parent = self.parents[engine]
+        parent = self.parent(engine, pack)
         has, waiting = (self.stored, self.waiting) if parent == STORE else (self.engines[parent].has, self.engines[parent].asked)
         if pack in has:
             self.send(now, parent, engine, pack)
         else:
             waiting.setdefault(pack, deque()).append(engine)
 
+    def parent(self, engine: int, pack: int) -> int:
+        return parents(self.fleet.engines, self.fleet.tree, self.fleet.fanout, pack)[engine]
+
+    def sender(self, which: int) -> _Server:
+        return self.store_out if which == STORE else self.engines[which].link_out
+
     def send(self, now: float, sender: int, engine: int, pack: int) -> None:
-        out = self.store_out if sender == STORE else self.engines[sender].link_out
-        arrived = _transfer(out, self.engines[engine].link_in, now, self.update.pack_bytes)
-        self.at(arrived + self.fleet.latency_s, _Event.RECEIVED, engine, pack)
+        start, _ = self.sender(sender).take(now, self.update.pack_bytes)
+        self.at(start, _Event.SENDING, engine, pack)
+
+    def enter(self, now: float, engine: int, pack: int) -> None:
+        """What leaves one link enters the other at once; the last byte is through when it is through both."""
+        left = now + self.update.pack_bytes / self.sender(self.parent(engine, pack)).rate
+        _, entered = self.engines[engine].link_in.take(now, self.update.pack_bytes)
+        self.at(max(left, entered) + self.fleet.latency_s, _Event.RECEIVED, engine, pack)
 
     def received(self, now: float, engine: int, pack: int) -> None:
         one = self.engines[engine]

@@ -20,13 +20,13 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import zstandard
-from fleet_simulation import Announce, Fleet, Outcome, Update, simulate
+from fleet_simulation import Announce, Fleet, Outcome, Tree, Update, simulate
 
 from driftline.policy_store.codec import apply, encode_delta
 from driftline.policy_store.forms import DeltaForm
@@ -71,15 +71,18 @@ class Case:
 
     form: str
     gbit: float = HEADLINE_GBIT
-    fanout: int | None = None
+    tree: Tree = Tree.NONE
+    fanout: int = FANOUT
     workers: int = WORKERS
     window: int = WINDOW
     store_links: int = 1
+    apply_gbs: float | None = None
+    """Weights applied on the engine's accelerators, at so many GB/s of a node, and not by its workers."""
     announce: Announce = Announce.HEAD
 
     def __str__(self) -> str:
-        way = "all from the store" if self.fanout is None else f"relayed, fanout {self.fanout}"
-        more = [way, f"{self.gbit:g} Gb/s"]
+        ways = {Tree.NONE: "all from the store", Tree.FIXED: f"one tree, fanout {self.fanout}", Tree.BY_PACK: f"relayed, fanout {self.fanout}"}
+        more = [ways[self.tree], f"{self.gbit:g} Gb/s"]
         plain = Case(self.form)
         if self.workers != plain.workers:
             more.append(f"{self.workers} workers a node")
@@ -87,6 +90,8 @@ class Case:
             more.append(f"{self.window} packs in flight")
         if self.store_links != plain.store_links:
             more.append(f"store of {self.store_links} links")
+        if self.apply_gbs is not None:
+            more.append(f"applied on the accelerators at {self.apply_gbs:g} GB/s")
         if self.announce is Announce.PACK:
             more.append("packs announced ahead of the head")
         return f"{self.form}, {', '.join(more)}"
@@ -99,10 +104,11 @@ def update_of(case: Case, cost: Cost) -> Update:
     packs = min(MOST_PACKS, max(1, round(packed / PACK_BYTES)))
     per_pack = shards / packs
     raw = CHECKPOINT / packs
+    by_workers = max(per_pack * cost.apply_s / case.workers, APPLY_PASSES * raw / MEMORY_BYTES_S)
     return Update(
         packs=packs, pack_bytes=packed / packs, raw_bytes=raw,
         encode_s=max(per_pack * cost.encode_s / case.workers, ENCODE_PASSES * raw / MEMORY_BYTES_S),
-        apply_s=max(per_pack * cost.apply_s / case.workers, APPLY_PASSES * raw / MEMORY_BYTES_S),
+        apply_s=by_workers if case.apply_gbs is None else raw / (case.apply_gbs * 1e9),
     )
 
 
@@ -110,7 +116,8 @@ def fleet_of(case: Case) -> Fleet:
     link = case.gbit * GBIT
     return Fleet(
         engines=ENGINES, learners=LEARNERS, learner_link=link, store_in=link * case.store_links, store_out=link * case.store_links,
-        engine_link=link, latency_s=LATENCY_S, durable_s=DURABLE_S, window=case.window, fanout=case.fanout, announce=case.announce,
+        engine_link=link, latency_s=LATENCY_S, durable_s=DURABLE_S, window=case.window, tree=case.tree, fanout=case.fanout,
+        announce=case.announce,
     )
 
 
@@ -122,21 +129,25 @@ def bound_s(update: Update, fleet: Fleet) -> float:
     )
 
 
-def cases() -> Iterator[Case]:
+def cases(apply_gbs: Sequence[float]) -> Iterator[Case]:
     """The sweep over links; then, at one speed, each assumption moved alone."""
     for gbit in LINKS_GBIT:
         for form in (REPORT, FAST, SMALL):
-            for fanout in (None, FANOUT):
-                yield Case(form, gbit, fanout)
+            for tree in (Tree.NONE, Tree.BY_PACK):
+                yield Case(form, gbit, tree)
     yield Case(RAW)
-    yield Case(RAW, fanout=FANOUT)
-    relayed = Case(SMALL, fanout=FANOUT)
-    for fanout in (1, 2, 8):
-        yield replace(relayed, gbit=25.0, fanout=fanout)
+    yield Case(RAW, tree=Tree.BY_PACK)
+    relayed = Case(SMALL, tree=Tree.BY_PACK)
+    for gbit in (25.0, HEADLINE_GBIT):
+        for fanout in (1, 2, 16):
+            yield replace(relayed, gbit=gbit, fanout=fanout)
+    yield replace(relayed, gbit=25.0, tree=Tree.FIXED)
     yield from (replace(relayed, workers=workers) for workers in (2, 4, 64))
-    yield from (replace(relayed, window=window) for window in (1, 8))
+    for gbit in (25.0, HEADLINE_GBIT):
+        yield from (replace(relayed, gbit=gbit, window=window) for window in (1, 8, 24))
+    for speed in apply_gbs:
+        yield from (replace(relayed, gbit=gbit, apply_gbs=speed) for gbit in LINKS_GBIT)
     yield replace(relayed, announce=Announce.PACK)
-    yield replace(relayed, announce=Announce.PACK, fanout=2)
     for form in (REPORT, SMALL):
         yield Case(form, store_links=16)
 
@@ -219,20 +230,22 @@ def cost_rows(costs: dict[str, Cost]) -> list[Row]:
     return rows
 
 
-def played(costs: dict[str, Cost]) -> Iterator[tuple[Case, Outcome, float]]:
-    for case in cases():
+def played(costs: dict[str, Cost], apply_gbs: Sequence[float]) -> Iterator[tuple[Case, Outcome, float]]:
+    for case in cases(apply_gbs):
         update, fleet = update_of(case, costs[case.form]), fleet_of(case)
         yield case, simulate(update, fleet), bound_s(update, fleet)
 
 
-def case_rows(costs: dict[str, Cost]) -> list[Row]:
+def case_rows(costs: dict[str, Cost], apply_gbs: Sequence[float]) -> list[Row]:
     rows: list[Row] = []
     reports: dict[tuple[float, int], float] = {}
-    for case, outcome, bound in sorted(played(costs), key=lambda each: each[0].form != REPORT or each[0].fanout is not None):
+    results = sorted(played(costs, apply_gbs), key=lambda each: each[0].form != REPORT or each[0].tree is not Tree.NONE)
+    for case, outcome, bound in results:
         here = (case.gbit, case.store_links)
-        if case.form == REPORT and case.fanout is None:
+        alone = case.form == REPORT and case.tree is Tree.NONE
+        if alone:
             reports[here] = outcome.last_s
-        peer = reports.get(here) if case.form != REPORT or case.fanout is not None else None
+        peer = None if alone else reports.get(here)
         stage = outcome.bottleneck
         note = (
             f"durable at {outcome.durable_s:.3g} s; pause of an engine {outcome.pause_s:.3g} s applying as packs come, "
@@ -257,6 +270,7 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     arguments.add_argument("--device", default="cpu-2core")
     arguments.add_argument("--costs", type=Path, help="take the costs from an earlier result of this script instead of measuring")
+    arguments.add_argument("--apply-gbs", type=float, nargs="*", default=[], help="also engines that apply on their accelerators at so many GB/s a node")
     arguments.add_argument("--out", type=Path, help="where to write the result; default benchmarks/results/<device>/policy_fleet.json")
     given = arguments.parse_args()
     load = os.getloadavg()[0]
@@ -264,14 +278,15 @@ def main() -> None:
         costs = measured()
     else:
         costs = {form: Cost(**fields) for form, fields in json.loads(given.costs.read_text())["costs"].items()}
-    rows = cost_rows(costs) + case_rows(costs)
+    rows = cost_rows(costs) + case_rows(costs, given.apply_gbs)
     print(f"{'case':78} {'ours':>9} {'peer':>9} {'ratio':>6} {'bound':>9}  unit")
     for entry in rows:
         cells = [entry["ours"], entry["peer_value"], entry["ratio"], entry["bound"]]
         texts = ["-" if cell is None else f"{cell:.4g}" for cell in cells]
         print(f"{entry['case']:78} {texts[0]:>9} {texts[1]:>9} {texts[2]:>6} {texts[3]:>9}  {entry['unit']}")
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-    again = "" if given.costs is None else f" --costs {given.costs}"
+    again = ("" if given.costs is None else f" --costs {given.costs}") + "".join(
+        f" {part:g}" if number else f" --apply-gbs {part:g}" for number, part in enumerate(given.apply_gbs))
     result = {
         "command": f"python benchmarks/policy_fleet.py --device {given.device}{again}",
         "commit": commit,

@@ -11,6 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from driftline.policy_store import relay_tree
+
 SOURCE = Path(__file__).parents[3] / "benchmarks" / "fleet_simulation.py"
 spec = importlib.util.spec_from_file_location("fleet_simulation", SOURCE)
 assert spec is not None
@@ -66,16 +68,20 @@ def test_a_store_read_by_all_engines_sends_every_byte_to_each() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2, 5])
 def test_a_chain_of_engines_costs_one_pack_more_for_each_hop_and_not_the_whole_update(depth: int) -> None:
-    found = fleet.simulate(update(packs=50), replace(NOTHING, engines=depth, engine_link=100.0, store_out=100.0, fanout=1))
+    found = fleet.simulate(update(packs=50), replace(NOTHING, engines=depth, engine_link=100.0, store_out=100.0, tree=fleet.Tree.FIXED, fanout=1))
     assert found.last_s == pytest.approx(50 + (depth - 1))
     assert found.store_out_bytes == 5000
     assert found.relayed_bytes == (depth - 1) * 5000
 
 
-def test_a_tree_is_as_slow_as_one_engine_serving_its_children() -> None:
-    found = fleet.simulate(update(packs=50), replace(NOTHING, engines=5, engine_link=100.0, fanout=4))
-    assert found.bottleneck is fleet.Stage.RELAY
-    assert found.last_s == pytest.approx(4 * 50, abs=4)
+def test_a_fixed_tree_is_as_slow_as_one_engine_serving_its_children_and_a_tree_for_each_pack_is_not() -> None:
+    tree = replace(NOTHING, engines=21, engine_link=100.0, fanout=4)
+    fixed = fleet.simulate(update(packs=200), replace(tree, tree=fleet.Tree.FIXED))
+    assert fixed.bottleneck is fleet.Stage.RELAY
+    assert fixed.last_s == pytest.approx(4 * 200, abs=8)
+    spread = fleet.simulate(update(packs=200), replace(tree, tree=fleet.Tree.BY_PACK))
+    assert spread.last_s < 0.5 * fixed.last_s
+    assert spread.relayed_bytes == fixed.relayed_bytes
 
 
 def test_every_hop_of_a_request_is_paid_for_when_one_pack_at_a_time_is_asked_for() -> None:
@@ -93,12 +99,24 @@ def test_a_wider_window_hides_the_latency() -> None:
     assert three - 6 == pytest.approx(100, abs=3)
 
 
-def test_parents_form_one_tree_in_which_nobody_serves_more_than_the_fanout() -> None:
-    found = fleet.parents(64, 4)
-    assert found[0] == fleet.STORE
-    assert all(0 <= parent < child for child, parent in enumerate(found) if child)
+@pytest.mark.parametrize("tree", [fleet.Tree.FIXED, fleet.Tree.BY_PACK])
+def test_parents_form_one_tree_in_which_nobody_serves_more_than_the_fanout(tree: fleet.Tree) -> None:
+    found = fleet.parents(64, tree, 4, 5)
+    assert found.count(fleet.STORE) == 1
     assert max(found.count(engine) for engine in range(64)) == 4
-    assert fleet.parents(3, None) == [fleet.STORE] * 3
+    for engine in range(64):
+        hops = 0
+        while engine != fleet.STORE:
+            engine, hops = found[engine], hops + 1
+        assert hops <= 4
+
+
+def test_the_tree_of_a_pack_is_the_relays() -> None:
+    names = [str(engine) for engine in range(20)]
+    found = fleet.parents(20, fleet.Tree.BY_PACK, 3, 7)
+    for engine, name in enumerate(names):
+        asked = relay_tree.parent(f"{7:032x}", name, [other for other in names if other != name], 3)
+        assert found[engine] == (fleet.STORE if asked is None else int(asked))
 
 
 rates = st.floats(1.0, 1000.0)
@@ -109,7 +127,8 @@ def fleets(draw: st.DrawFn) -> fleet.Fleet:
     return fleet.Fleet(
         engines=draw(st.integers(1, 9)), learners=draw(st.integers(1, 4)), learner_link=draw(rates), store_in=draw(rates),
         store_out=draw(rates), engine_link=draw(rates), latency_s=draw(st.floats(0, 2)), durable_s=draw(st.floats(0, 2)),
-        window=draw(st.integers(1, 5)), fanout=draw(st.sampled_from([None, 1, 2, 4])), announce=draw(st.sampled_from(fleet.Announce)),
+        window=draw(st.integers(1, 5)), tree=draw(st.sampled_from(fleet.Tree)), fanout=draw(st.sampled_from([1, 2, 4])),
+        announce=draw(st.sampled_from(fleet.Announce)),
     )
 
 
@@ -122,7 +141,7 @@ def test_bytes_are_conserved_and_no_case_is_quicker_than_its_busiest_stage(
     found = fleet.simulate(one, given_fleet)
     assert found.received_bytes == pytest.approx(given_fleet.engines * packs * one.pack_bytes)
     assert found.store_out_bytes + found.relayed_bytes == pytest.approx(found.received_bytes)
-    assert found.store_out_bytes == pytest.approx(packs * one.pack_bytes * (given_fleet.engines if given_fleet.fanout is None else 1))
+    assert found.store_out_bytes == pytest.approx(packs * one.pack_bytes * (given_fleet.engines if given_fleet.tree is fleet.Tree.NONE else 1))
     assert found.last_s >= max(found.busy_s.values()) - 1e-6
     assert found.last_s >= found.fetched_s >= packs * one.pack_bytes / given_fleet.engine_link - 1e-6
     assert found.pause_s >= found.apply_s - 1e-6
