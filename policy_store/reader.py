@@ -22,9 +22,10 @@ from driftline.messages.subjects import Subjects
 from driftline.policy_store.applying import Seen, apply_encoding
 from driftline.policy_store.blobs import BlobStore
 from driftline.policy_store.manifest import Link, Manifest, PolicyHead, manifest_subject
+from driftline.policy_store.mapped import Allocate, in_memory
 from driftline.policy_store.paths import Edge, Path, Step, descend, ways
-from driftline.policy_store.shortcuts import Shortcut, load_shortcut
-from driftline.policy_store.tensor import HostTensor, State
+from driftline.policy_store.shortcuts import Shortcut, bases, load_shortcut
+from driftline.policy_store.tensor import State
 from driftline.policy_store.workers import Workers, bounded, shared_workers
 
 __all__ = ["DamagedStep", "Path", "PolicyReader", "ReaderCounts", "VersionCollected"]
@@ -66,13 +67,14 @@ class PolicyReader:
         workers: Workers | None = None,
         blob_timeout_s: float = 120.0,
         outage_s: float = 120.0,
+        allocate: Allocate = in_memory,
     ) -> None:
-        """`outage_s`: how long `watch` rides out a broker that does not answer."""
+        """`outage_s`: how long `watch` rides out a broker that does not answer. `allocate`: where weights are materialised."""
         self.run, self.counts = run, ReaderCounts()
         self._bus, self._blobs, self._workers = bus, blobs, workers or shared_workers()
         self._subjects = Subjects(run)
         self._policy = self._subjects.stream("POLICY")
-        self._blob_timeout_s, self._outage_s = blob_timeout_s, outage_s
+        self._blob_timeout_s, self._outage_s, self._allocate = blob_timeout_s, outage_s, allocate
         self._manifests: OrderedDict[str, Manifest] = OrderedDict()
 
     async def head(self) -> PolicyHead | None:
@@ -187,6 +189,16 @@ class PolicyReader:
             self._refuse(str(error))
             raise
 
+    async def shortcuts(self, target: Link) -> list[Shortcut]:
+        """Every readable shortcut to a version."""
+        found = []
+        for base in (*bases(target.version, 0), None):
+            with suppress(IntegrityError):
+                shortcut = await self.shortcut(target, base)
+                if shortcut is not None:
+                    found.append(shortcut)
+        return found
+
     async def paths(self, target: Manifest, without: Collection[Edge] = ()) -> list[Path]:
         """The ways to a version, cheapest first: from its rebase, and from each of the newest fulls at or before it."""
         return await ways(self, target, without)
@@ -298,7 +310,7 @@ class PolicyReader:
     async def walk(self, path: Path) -> State:
         """The weights by this path and no other. DamagedStep says which of its steps could not be taken."""
         first = path.steps[0]
-        state: State = {name: HostTensor.empty(layout) for name, layout in first.manifest.layouts().items()}
+        state = self._allocate(first.manifest.layouts())
         await self._take(state, path)
         return state
 
