@@ -18,7 +18,15 @@ from driftline.policy_store.codec import Codec, apply
 from driftline.policy_store.fetching import fetch
 from driftline.policy_store.manifest import Encoding, Manifest, Placement
 from driftline.policy_store.packing import PackHead
-from driftline.policy_store.tensor import DTYPES, Bytes1D, HostTensor, Shard, State, shard_digest, shard_digests
+from driftline.policy_store.tensor import (
+    DTYPES,
+    Bytes1D,
+    HostTensor,
+    Shard,
+    State,
+    shard_digest,
+    shard_digests,
+)
 from driftline.policy_store.workers import Workers, bounded
 
 __all__ = ["Seen", "apply_encoding", "check_layout"]

@@ -1,37 +1,55 @@
-"""Pins: versions that must not be collected, and who needs them (an evaluation, a person, a rollback point).
+"""Pins: versions that must not be collected, and who needs them: for good (a person, a rollback point), or while they read (a lease).
 
-One message on one subject, changed by compare-and-set, so two owners never overwrite each other. `pin` returns only when the pin is
-stored *and* the version was still there afterwards: a collector that read the pins before has then not taken it.
+One message on one subject, changed by compare-and-set, holds the pins and the versions that collection is about to delete. So a pin and a
+collection never pass each other: whichever is stored first is seen by the other, which then gives way. `pin` returns only when the pin is
+stored and the version can still be made from what is not going. A lease (`held`) lapses by itself when its owner dies; a lapsed one counts
+for nothing, `LEASE_SLACK_S` later, which is how far two clocks may be apart.
 """
 
 from __future__ import annotations
 
+import asyncio
+import random
 import time
 import uuid
-from collections.abc import Callable
-from typing import ClassVar
+from collections.abc import AsyncIterator, Callable, Collection, Iterable
+from contextlib import asynccontextmanager
+from typing import ClassVar, NamedTuple
 
+import structlog
 from pydantic import BaseModel, ConfigDict, Field
 
 from driftline.messages.bus import Bus
-from driftline.messages.errors import HeadConflict, IntegrityError
+from driftline.messages.errors import BrokerUnavailable, HeadConflict, IntegrityError
 from driftline.messages.registry import register
 from driftline.messages.subjects import Subjects
 from driftline.messages.types import Message
 from driftline.policy_store.manifest import Link, Manifest
 from driftline.policy_store.reader import PolicyReader
 
-__all__ = ["Pin", "Pins", "find", "pin", "pins", "unpin"]
+__all__ = ["LEASE_SLACK_S", "Pin", "Pins", "condemn", "condemned", "find", "held", "pin", "pin_link", "pins", "release", "unpin"]
 
-ATTEMPTS = 16
+log = structlog.get_logger("pins")
+
+ATTEMPTS = 32
+PAUSE_S = 0.02
+"""Doubled with each lost race up to a second, and drawn at random below that: many readers that start together pass each other."""
+LEASE_S = 60.0
+LEASE_SLACK_S = 30.0
 
 
 class Pin(BaseModel):
+    """`until`: seconds since the epoch when it lapses; None: when it is taken off."""
+
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     link: Link
     owner: str = Field(min_length=1, max_length=64)
     at: float
+    until: float | None = None
+
+    def lapsed(self, now: float) -> bool:
+        return self.until is not None and self.until + LEASE_SLACK_S < now
 
 
 @register
@@ -40,10 +58,19 @@ class Pins(Message):
 
     revision: int = Field(ge=1)
     pins: tuple[Pin, ...]
+    condemned: tuple[Link, ...] = ()
+    """Versions that are being deleted: no pin that needs them is given any more."""
 
     @property
     def links(self) -> tuple[Link, ...]:
         return tuple(pin.link for pin in self.pins)
+
+
+class Held(NamedTuple):
+    """What the pins say now."""
+
+    pins: tuple[Pin, ...]
+    condemned: tuple[Link, ...]
 
 
 def with_pin(current: tuple[Pin, ...], pin: Pin) -> tuple[Pin, ...]:
@@ -56,24 +83,97 @@ def without_pin(current: tuple[Pin, ...], version: int, owner: str) -> tuple[Pin
 
 
 async def pins(bus: Bus, run: str) -> tuple[Pin, ...]:
+    """Those that count: lapsed leases do not."""
     current, _ = await _read(bus, run)
-    return current.pins if current is not None else ()
+    now = time.time()
+    return () if current is None else tuple(held for held in current.pins if not held.lapsed(now))
 
 
-async def pin(bus: Bus, reader: PolicyReader, version: int, owner: str) -> Link:
-    """Keep a version until `owner` unpins it. IntegrityError when it is not there any more."""
+async def pin(bus: Bus, reader: PolicyReader, version: int, owner: str, *, for_s: float | None = None) -> Link:
+    """Keep a version until `owner` unpins it, or for `for_s` seconds. VersionCollected when it is not there any more."""
     link = (await reader.manifest(version)).link
-    await _change(bus, reader.run, lambda held: with_pin(held, Pin(link=link, owner=owner, at=time.time())))
-    try:
-        await reader.reachable(link)
-    except IntegrityError:
-        await unpin(bus, reader.run, version, owner)
-        raise
+    await pin_link(bus, reader, link, owner, for_s=for_s)
     return link
 
 
+async def pin_link(bus: Bus, reader: PolicyReader, link: Link, owner: str, *, for_s: float | None = None) -> None:
+    now = time.time()
+    mine = Pin(link=link, owner=owner, at=now, until=None if for_s is None else now + for_s)
+    stored = await _change(bus, reader.run, lambda held: held._replace(pins=with_pin(held.pins, mine)))
+    try:
+        # What was condemned when the pin was stored may go at any moment; nothing that the pin needs is condemned later.
+        await reader.reachable(link, {gone.seal for gone in stored.condemned})
+    except BaseException as error:
+        if isinstance(error, IntegrityError | asyncio.CancelledError):
+            await asyncio.shield(unpin(bus, reader.run, link.version, owner))
+        raise
+
+
 async def unpin(bus: Bus, run: str, version: int, owner: str) -> None:
-    await _change(bus, run, lambda held: without_pin(held, version, owner))
+    await _change(bus, run, lambda held: held._replace(pins=without_pin(held.pins, version, owner)))
+
+
+@asynccontextmanager
+async def held(bus: Bus, reader: PolicyReader, version: int, owner: str, *, lease_s: float = LEASE_S) -> AsyncIterator[Manifest]:
+    """Keep a version while the block reads it: a lease that is renewed, and given up at the end. Yields its manifest.
+
+    VersionCollected when the version is not there any more. A lease that cannot be renewed because the broker is away lapses; the block
+    goes on, and a reader in it meets VersionCollected if the version is then collected.
+    """
+    manifest = await find(bus, reader, version)
+    await pin_link(bus, reader, manifest.link, owner, for_s=lease_s)
+    renewing = asyncio.create_task(_renew(bus, reader.run, manifest.link, owner, lease_s), name=f"lease of version {version}")
+    try:
+        yield manifest
+    finally:
+        renewing.cancel()
+        await asyncio.wait([renewing])
+        try:
+            await asyncio.shield(unpin(bus, reader.run, version, owner))
+        except (BrokerUnavailable, HeadConflict) as error:
+            log.info("a lease is left to lapse", version=version, owner=owner, cause=str(error))
+
+
+async def _renew(bus: Bus, run: str, link: Link, owner: str, lease_s: float) -> None:
+    while True:
+        await asyncio.sleep(lease_s / 3)
+        now = time.time()
+        mine = Pin(link=link, owner=owner, at=now, until=now + lease_s)
+        try:
+            await _change(bus, run, lambda held, mine=mine: held._replace(pins=with_pin(held.pins, mine)))  # type: ignore[misc]
+        except (BrokerUnavailable, HeadConflict) as error:
+            log.warning("a lease could not be renewed", version=link.version, owner=owner, cause=str(error))
+
+
+async def condemn(bus: Bus, run: str, links: Iterable[Link], seen: Collection[Link]) -> bool:
+    """Say that these versions are going, for a collector that knew of the pins on `seen`. False when there is a pin it did not know:
+    nothing is said then, and it has to plan again. Lapsed leases are taken off on the way."""
+    now = time.time()
+    going = tuple(links)
+    surprised = False
+
+    def rule(current: Held) -> Held:
+        nonlocal surprised
+        counting = tuple(pin for pin in current.pins if not pin.lapsed(now))
+        surprised = any(pin.link not in seen for pin in counting)
+        if surprised:
+            return current
+        return Held(counting, (*current.condemned, *(link for link in going if link not in current.condemned)))
+
+    await _change(bus, run, rule)
+    return not surprised
+
+
+async def release(bus: Bus, run: str, links: Iterable[Link]) -> None:
+    """These versions are gone."""
+    gone = set(_keys(links))
+    await _change(bus, run, lambda held: held._replace(condemned=tuple(link for link in held.condemned if _key(link) not in gone)))
+
+
+async def condemned(bus: Bus, run: str) -> tuple[Link, ...]:
+    """Versions whose deletion was begun: a collector that starts goes on with them."""
+    current, _ = await _read(bus, run)
+    return () if current is None else current.condemned
 
 
 async def find(bus: Bus, reader: PolicyReader, version: int) -> Manifest:
@@ -87,6 +187,14 @@ async def find(bus: Bus, reader: PolicyReader, version: int) -> Manifest:
         raise
 
 
+def _key(link: Link) -> tuple[int, str]:
+    return link.version, link.seal
+
+
+def _keys(links: Iterable[Link]) -> Iterable[tuple[int, str]]:
+    return (_key(link) for link in links)
+
+
 async def _read(bus: Bus, run: str) -> tuple[Pins | None, int]:
     stored = await bus.last(Subjects(run).stream("POLICY"), _subject(run))
     if stored is None:
@@ -96,20 +204,22 @@ async def _read(bus: Bus, run: str) -> tuple[Pins | None, int]:
     return stored.message, stored.seq
 
 
-async def _change(bus: Bus, run: str, rule: Callable[[tuple[Pin, ...]], tuple[Pin, ...]]) -> None:
-    for _ in range(ATTEMPTS):
+async def _change(bus: Bus, run: str, rule: Callable[[Held], Held]) -> Held:
+    """What the pins say after the rule was applied to them."""
+    for attempt in range(ATTEMPTS):
         current, seq = await _read(bus, run)
-        held = current.pins if current is not None else ()
+        held = Held((), ()) if current is None else Held(current.pins, current.condemned)
         wanted = rule(held)
         if wanted == held:
-            return
+            return held
         revision = 1 if current is None else current.revision + 1
         try:
-            await bus.publish(_subject(run), Pins(run=run, revision=revision, pins=wanted),
+            await bus.publish(_subject(run), Pins(run=run, revision=revision, pins=wanted.pins, condemned=wanted.condemned),
                               id=f"{run}/pins/{revision}/{uuid.uuid4().hex}", expect_last=seq)
-        except HeadConflict:
-            continue  # someone else changed them: apply the rule to what they left
-        return
+        except HeadConflict:  # someone else changed them: apply the rule to what they left
+            await asyncio.sleep(random.uniform(0, min(1.0, PAUSE_S * 2**attempt)))
+            continue
+        return wanted
     raise HeadConflict(f"changed by others {ATTEMPTS} times in a row", field="pins", value=run, remedy="try again")
 
 

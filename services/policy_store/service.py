@@ -24,8 +24,9 @@ from driftline.policy_store.blobs import BlobStore
 from driftline.policy_store.checkpoint import keep_newest, write_checkpoint
 from driftline.policy_store.collect import Version, collect, plan
 from driftline.policy_store.manifest import Manifest, PolicyHead
+from driftline.policy_store.paths import Path as PolicyPath
+from driftline.policy_store.paths import full_step
 from driftline.policy_store.pins import pin, pins
-from driftline.policy_store.paths import Path as PolicyPath, full_step
 from driftline.policy_store.reader import PolicyReader
 from driftline.policy_store.tensor import State, state_digest
 from driftline.services.runtime import finished
