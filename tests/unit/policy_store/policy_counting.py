@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
@@ -85,3 +86,29 @@ class CountedBlobs:
         self.calls[what] += 1
         self.moved[what] += ref.size
         self.asked.append((what, ref.digest))
+
+
+class StallingBlobs(CountedBlobs):
+    """Call number `at` (from 1) of `what` sets `reached`; it and all later ones wait for `go`: for ever, unless the test says so."""
+
+    def __init__(self, blobs: BlobStore, what: str, at: int) -> None:
+        super().__init__(blobs)
+        self._what, self._at = what, at
+        self.reached, self.go = asyncio.Event(), asyncio.Event()
+
+    async def put(self, data: bytes) -> BlobRef:
+        await self._stall("put")
+        return await super().put(data)
+
+    async def get(self, ref: BlobRef) -> bytes:
+        await self._stall("get")
+        return await super().get(ref)
+
+    async def _stall(self, what: str) -> None:
+        if what != self._what:
+            return
+        self._at -= 1
+        if self._at == 0:
+            self.reached.set()
+        if self._at <= 0:
+            await self.go.wait()
