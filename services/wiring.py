@@ -91,7 +91,9 @@ async def _policy_store(context: Context) -> Service:
 
     config, store = context.config, context.config.policy_store
     return PolicyStoreService(
-        context.bus, await _located(context), config.run.name, keep_versions=store.keep_versions, keep_start=store.keep_start,
+        context.bus, await _located(context), config.run.name, keep_versions=store.keep_versions, keep_s=store.keep_s,
+        keep_bytes=store.keep_bytes, keep_start=store.keep_start, grace_s=store.grace_s, shortcuts=store.shortcuts,
+        form=config.policy.delta_form,
         mirror_dir=context.run_dir / "policy" if store.mirror else None, mirror_keep=store.mirror_keep,
         mirror_beside={"config.json": (checkpoint_dir(config) / "config.json").read_bytes()},
         reporter=context.reporter,

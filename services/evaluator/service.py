@@ -1,7 +1,7 @@
 """The evaluator: a pinned version on a fixed held-out task set, at the training temperature and greedily.
 
 Guarantees: the tasks are the same for every version and share no question with training; the randomness is the same too, so two versions differ by their
-weights alone; a result carries the version whose digest was checked. Version 0 and the last one are always measured.
+weights alone; a result carries the version whose digest was checked, and which is held (a lease) until the result is stored. Version 0 and the last one are always measured.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from driftline.messages.subjects import Subjects
 from driftline.messages.types import EvalResult, Group, Sampling, Task
 from driftline.models.model import K3ForCausalLM
 from driftline.policy_store.blobs import BlobStore
-from driftline.policy_store.reader import PolicyReader
+from driftline.policy_store.manifest import Manifest
+from driftline.policy_store.pins import held
+from driftline.policy_store.reader import PolicyReader, VersionCollected
 from driftline.services.config import Config
 from driftline.services.grader.pool import GraderPool
 from driftline.services.grader.private import private_paths
@@ -35,6 +37,7 @@ __all__ = ["EvaluatorService", "heldout_tasks", "next_version"]
 
 log = structlog.get_logger("evaluator")
 
+OWNER = "evaluator"
 EVAL_SEED = 90_001
 MAX_BATCH = 128
 
@@ -113,7 +116,11 @@ class EvaluatorService:
             if version is None:
                 await self._changed.wait()
                 continue
-            await self._measure(model, tasks, pool, version)
+            try:
+                async with held(self._bus, self._reader, version, OWNER) as manifest:
+                    await self._measure(model, tasks, pool, manifest)
+            except VersionCollected as error:  # it was old when its turn came: the next one is due
+                log.warning("version not measured", version=version, cause=str(error))
             done = version
 
     async def _already_measured(self) -> int:
@@ -121,9 +128,10 @@ class EvaluatorService:
         last = await self._bus.last(self._subjects.stream("EVAL"), f"{self._subjects.root}.eval.>")
         return last.message.version if last is not None and isinstance(last.message, EvalResult) else -1
 
-    async def _measure(self, model: K3ForCausalLM, tasks: Sequence[Task], pool: GraderPool, version: int) -> None:
+    async def _measure(self, model: K3ForCausalLM, tasks: Sequence[Task], pool: GraderPool, manifest: Manifest) -> None:
+        version = manifest.version
         began = time.monotonic()
-        state = from_host(await self._reader.materialise(version))
+        state = from_host(await self._reader.materialise_manifest(manifest))
         samples = self._config.evaluator.samples
         sampled = await asyncio.to_thread(self._sample, model, version, state, tasks, samples, False)
         greedy = await asyncio.to_thread(self._sample, model, version, state, tasks, 1, True)

@@ -104,13 +104,14 @@ class _Rules:
                 )  # fmt: skip
             case Role.EVALUATOR:
                 return (
-                    *self._service(role), *self._sends(f"{root}.eval.>"),
+                    *self._service(role), *self._sends(f"{root}.eval.>", f"{root}.policy.pins"),
                     *self._reads("POLICY", "BLOB", "EVAL"), *self._lists("BLOB"), *self._works_on("POLICY", "CONTROL"),
                 )  # fmt: skip
             case Role.POLICY_STORE:
                 return (
-                    *self._service(role), *self._reads("POLICY", "BLOB"), *self._lists("BLOB"), *self._works_on("POLICY", "CONTROL"),
-                    *self._sends(f"{root}.policy.pins", f"{root}.policy.store"),
+                    *self._service(role), *self._reads("POLICY", "BLOB", "METRICS"), *self._lists("POLICY", "BLOB"),
+                    *self._works_on("POLICY", "CONTROL", "METRICS"),
+                    *self._sends(*(f"{root}.{names}" for names in ("policy.pins", "policy.store", "policy.shortcut.>", "blob.>"))),
                     *(f"$JS.API.STREAM.PURGE.{self._names.stream(plane)}" for plane in ("POLICY", "BLOB")),
                 )  # fmt: skip
 
