@@ -45,8 +45,8 @@ from driftline.messages.nats_bus import NatsBus
 from driftline.messages.server import NatsServer
 from driftline.messages.subjects import Subjects, topology
 from driftline.policy_store import DirectoryBlobs, HostTensor, JetStreamBlobs, PolicyReader, PolicyWriter
-from driftline.policy_store.applying import GROUP_BYTES, PACKS_IN_FLIGHT, apply_encoding
-from driftline.policy_store.mapped import mapped_in, mapped_state
+from driftline.policy_store.applying import GROUP_BYTES, PACKS_IN_FLIGHT
+from driftline.policy_store.mapped import mapped_in
 from driftline.policy_store.packing import PACK_BYTES, PUTS_IN_FLIGHT, ROOM_BYTES
 from driftline.policy_store.tensor import SHARD_BYTES, Layout
 from driftline.policy_store.workers import shared_workers
@@ -159,13 +159,12 @@ async def read(url: str, folder: Path, nbytes: int) -> list[Measured]:
     results = []
     async with await NatsBus.connect(url, name="read") as bus:
         blobs = DirectoryBlobs(folder / "blobs")
-        reader = PolicyReader(bus, blobs, RUN)
+        reader = PolicyReader(bus, blobs, RUN, allocate=mapped_in(folder))
         first = await reader.manifest(0)
         assert first.full is not None
         before = status("RssAnon")
         with measured("read a full", weights, before) as found:
-            state = mapped_state(folder, first.layouts())
-            await apply_encoding(state, first, first.full, blobs, shared_workers(), base=None)
+            state = await reader.materialise_manifest(first)
         found.stored = first.full.nbytes
         results.append(found)
         compare(state, weights, 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from driftline.messages.bus import Bus, PubAck, Stored
@@ -13,11 +13,12 @@ from driftline.policy_store import BlobRef, BlobStore
 
 
 class CountedBus:
-    """One caller's view of a bus: `calls` by method, `sent` bytes of blob chunks, `followed` messages."""
+    """One caller's view of a bus: `calls` by method, `followed` messages among them, and `sent` bytes of blob chunks."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
         self.calls: Counter[str] = Counter()
+        self.sent = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._bus, name)
@@ -28,6 +29,7 @@ class CountedBus:
 
     async def publish_bytes(self, subject: str, data: bytes, *, id: str) -> PubAck:
         self.calls["publish_bytes"] += 1
+        self.sent += len(data)
         return await self._bus.publish_bytes(subject, data, id=id)
 
     async def get_bytes(self, stream: str, subject: str) -> bytes | None:
@@ -42,6 +44,10 @@ class CountedBus:
         found = await self._bus.read(stream, subject, start=start, limit=limit)
         self.calls["read"] += 1 + len(found)
         return found
+
+    async def subjects(self, stream: str, filter: str) -> Mapping[str, int]:
+        self.calls["subjects"] += 1
+        return await self._bus.subjects(stream, filter)
 
     async def purge(self, stream: str, subject: str) -> None:
         self.calls["purge"] += 1

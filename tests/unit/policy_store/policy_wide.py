@@ -10,7 +10,7 @@ from driftline.policy_store import HostTensor, State, packing
 
 
 class Wide(Policy):
-    def __init__(self, tensors: int = 24, elements: int = 300, seed: int = 0) -> None:
+    def __init__(self, tensors: int = 12, elements: int = 300, seed: int = 0) -> None:
         self.rng = np.random.default_rng(seed)
         self.state: State = {f"layers.{number:02d}": self._tensor(elements) for number in range(tensors)}
 

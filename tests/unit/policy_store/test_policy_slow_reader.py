@@ -20,7 +20,7 @@ from driftline.policy_store import MemoryBlobs, PolicyReader
 from driftline.policy_store.pins import held, pin, pins
 
 MIB = 1024 * 1024
-BEFORE, AFTER = 10, 64
+BEFORE, AFTER = 10, 40
 
 
 @pytest.fixture(autouse=True)
