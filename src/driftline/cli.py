@@ -8,29 +8,30 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from driftline.commands import audit, dead_letters, keys, replay
+from driftline.commands import audit, dead_letters, keys, policy, replay
 from driftline.commands.common import BROKER, CredentialsFile, RunName, Url, remember_credentials, with_bus
-from driftline.messages.errors import BrokerDenied, BrokerUnavailable, ConfigError, DriftlineError
+from driftline.messages.errors import (
+    BrokerDenied,
+    BrokerUnavailable,
+    ConfigError,
+    DriftlineError,
+)
 
 if TYPE_CHECKING:
     from driftline.messages.nats_bus import NatsBus
-    from driftline.policy_store.reader import PolicyReader
 
-__all__ = ["app", "main"]
+__all__ = ["app", "exit_code", "main"]
 
 app = typer.Typer(
     name="driftline", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
     help="Asynchronous RL of hybrid mixture-of-experts language models over NATS JetStream.",
 )
-policy = typer.Typer(no_args_is_help=True, help="Look at the versions of a run's policy.")
-app.add_typer(policy, name="policy")
-for _module in (audit, dead_letters, replay, keys):
+for _module in (audit, dead_letters, replay, keys, policy):
     _module.register(app)
 
 RunFile = Annotated[Path, typer.Argument(metavar="FILE", help="The run file (TOML).")]
@@ -50,7 +51,14 @@ def main() -> None:
         app()
     except DriftlineError as error:
         typer.echo(f"error: {error}", err=True)
-        sys.exit(2 if isinstance(error, ConfigError | BrokerDenied) else 3 if isinstance(error, BrokerUnavailable) else 1)
+        sys.exit(exit_code(error))
+
+
+def exit_code(error: DriftlineError) -> int:
+    """2: used or configured wrongly, or not allowed. 3: the broker or a store does not answer. 1: anything else."""
+    if isinstance(error, ConfigError | BrokerDenied):
+        return 2
+    return 3 if isinstance(error, BrokerUnavailable) else 1
 
 
 @app.callback()
@@ -237,61 +245,3 @@ def pretrain(
     from driftline.services.learner.pretrain import main as pretrain_main
 
     pretrain_main(config, out, corpus=corpus, corpus_only=corpus_only, device=device, save_every=save_every)
-
-
-@policy.command("ls")
-def policy_ls(name: RunName, url: Url = BROKER, limit: Annotated[int, typer.Option("--limit")] = 50) -> None:
-    """List versions, newest first."""
-    from driftline.policy_store import inspect
-
-    async def body(reader: PolicyReader) -> None:
-        for row in await inspect.ls(reader, limit):
-            typer.echo(_fields(row))
-
-    asyncio.run(_with_reader(name, url, body))
-
-
-@policy.command("show")
-def policy_show(name: RunName, version: int, url: Url = BROKER) -> None:
-    """Show one version: its kind, parent, sizes and tensors."""
-    from driftline.policy_store import inspect
-
-    async def body(reader: PolicyReader) -> None:
-        detail = await inspect.show(reader, version)
-        typer.echo(_fields(detail.row))
-        for tensor in detail.tensors:
-            typer.echo("  " + _fields(tensor))
-
-    asyncio.run(_with_reader(name, url, body))
-
-
-@policy.command("verify")
-def policy_verify(name: RunName, version: int, url: Url = BROKER) -> None:
-    """Read every path to a version and compare the result with its digest. Exit code 4 when one is damaged."""
-    from driftline.policy_store import inspect
-
-    async def body(reader: PolicyReader) -> None:
-        report = await inspect.verify(reader, version)
-        for path in report.paths:
-            typer.echo(f"{'ok  ' if not path.error else 'FAIL'}  {path.path}  {path.nbytes} bytes  {path.error}".rstrip())
-        if not report.intact:
-            sys.exit(4)
-
-    asyncio.run(_with_reader(name, url, body))
-
-
-async def _with_reader(name: str, url: str, body: Callable[[PolicyReader], Awaitable[None]]) -> None:
-    async def read(bus: NatsBus) -> None:
-        from driftline.policy_store.blobs import JetStreamBlobs
-        from driftline.policy_store.reader import PolicyReader
-
-        await body(PolicyReader(bus, JetStreamBlobs(bus, name), name))
-
-    await with_bus(url, read)
-
-
-def _fields(row: object) -> str:
-    from dataclasses import fields, is_dataclass
-
-    assert is_dataclass(row)
-    return "  ".join(f"{field.name} {getattr(row, field.name)}" for field in fields(row))

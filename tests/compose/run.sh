@@ -89,9 +89,9 @@ done
 
 ! compose logs --no-color 2>/dev/null | grep '"broker denied"' || fail "a role lacks a permission"
 
-head=$(cli policy ls "$run" --limit 1) || fail "the versions cannot be listed"
+head=$(cli policy ls "$run" --limit 1 --json) || fail "the versions cannot be listed"
 echo "$head"
-grep -q "version $steps " <<<"$head " || fail "the head is not version $steps: $head"
+grep -q "\"head\": $steps," <<<"$head" || fail "the head is not version $steps: $head"
 cli policy verify "$run" "$steps" || fail "version $steps does not verify"
 status=$(cli status "$run") || fail "no status"
 echo "$status"
