@@ -18,7 +18,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Final, Self, TypeAlias
-from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
@@ -28,7 +27,7 @@ from driftline.messages.registry import register
 from driftline.messages.subjects import Subjects
 from driftline.messages.types import Message
 from driftline.policy_store.blobs import BlobStore, DirectoryBlobs, JetStreamBlobs
-from driftline.policy_store.s3 import S3Blobs
+from driftline.policy_store.s3 import KEYS, S3Blobs, endpoint_of
 
 __all__ = ["InBroker", "InBucket", "InFolder", "Place", "StoreLocated", "consented", "locate", "located", "located_store", "open_store", "own_endpoint", "place_of"]
 
@@ -42,8 +41,6 @@ _PREFIX = re.compile(r"(?:[A-Za-z0-9_=-][A-Za-z0-9._=-]*(?:/[A-Za-z0-9_=-][A-Za-
 _REGION = re.compile(r"[a-z0-9-]{0,32}")  # part of Amazon's host name: anything else in it could name another host
 _RUN = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
-_PORTS = {"http": 80, "https": 443}
-_KEYS = "the keys come from AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
 
 
 @dataclass(frozen=True)
@@ -84,7 +81,7 @@ def place_of(store: str, *, endpoint: str = "", region: str = "") -> Place:
         return InBroker()
     if store.startswith(S3) and "@" in store:
         raise ConfigError("holds credentials, or what looks like them", field="policy.store", value=f"{S3}(not shown)",
-                          remedy=f"use '{S3}bucket/prefix'; {_KEYS}")
+                          remedy=f"use '{S3}bucket/prefix'; {KEYS}")
     if store.startswith(FILE):
         path = store.removeprefix(FILE)
         if not path or "\0" in path:
@@ -96,33 +93,15 @@ def place_of(store: str, *, endpoint: str = "", region: str = "") -> Place:
             raise ConfigError("not a bucket and a prefix", field="policy.store", value=store, remedy=f"use '{S3}bucket/prefix'")
         if not _REGION.fullmatch(region):
             raise ConfigError("not a region", field="policy.s3_region", value=region, remedy="use one like 'eu-central-1'")
-        return InBucket(bucket, prefix, _endpoint(endpoint), region)
+        return InBucket(bucket, prefix, endpoint_of(endpoint), region)
     raise ConfigError("not a place for versions", field="policy.store", value=store,
                       remedy=f"use '{JETSTREAM}', '{FILE}/shared/folder' or '{S3}bucket/prefix'")
-
-
-def _endpoint(text: str) -> str:
-    """In one spelling, so that two can be compared."""
-    if not text:
-        return ""
-    try:
-        url = urlsplit(text)
-        host, port = url.hostname or "", url.port
-    except ValueError:
-        host, port = "", None
-    # Checked on what was given, because it is stored where every reader of the run sees it.
-    if not host or url.scheme not in _PORTS or "@" in url.netloc or url.query or url.fragment or not text.isprintable() or " " in text:
-        shown = text if "@" not in text else "(not shown: it holds credentials)"
-        raise ConfigError("not the URL of a server", field="policy.s3_endpoint", value=shown,
-                          remedy=f"use http://HOST:PORT or https://HOST; {_KEYS}")
-    shown_host = f"[{host}]" if ":" in host else host
-    return f"{url.scheme}://{shown_host}" + (f":{port}" if port and port != _PORTS[url.scheme] else "") + url.path.rstrip("/")
 
 
 def own_endpoint(environment: Mapping[str, str] | None = None) -> str:
     """The object store that the environment names, as other S3 programs understand it; empty for Amazon's."""
     values = os.environ if environment is None else environment
-    return _endpoint(next((values[name] for name in _ENDPOINT_VARIABLES if values.get(name)), ""))
+    return endpoint_of(next((values[name] for name in _ENDPOINT_VARIABLES if values.get(name)), ""))
 
 
 def open_store(store: str, bus: Bus, run: str, *, endpoint: str = "", region: str = "") -> BlobStore:
@@ -222,7 +201,7 @@ async def located_store(bus: Bus, run: str, *, endpoint: str | None = None) -> B
             raise ConfigError("the run's versions are in a folder that is not here", field="policy.store", value=str(place),
                               remedy="mount it, or do this on a machine that has it")
         case InBucket():
-            given = None if endpoint is None else _endpoint(endpoint)
+            given = None if endpoint is None else endpoint_of(endpoint)
             place = replace(place, endpoint=consented(place.endpoint, own_endpoint(), given))
         case _:
             pass

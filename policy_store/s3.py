@@ -15,6 +15,7 @@ import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
+from urllib.parse import urlsplit
 
 import xxhash
 
@@ -32,7 +33,9 @@ from driftline.policy_store.deadlines import DEADLINE_S, patiently, within
 if TYPE_CHECKING:
     from obstore.store import S3Config, S3Store
 
-__all__ = ["S3Blobs"]
+__all__ = ["KEYS", "S3Blobs", "endpoint_of"]
+
+KEYS = "the keys come from AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
 
 CONCURRENCY = 16
 """Requests in flight: a 4 MiB pack each fills a link of several gigabytes a second at the 20 ms an object store takes to answer."""
@@ -41,6 +44,7 @@ CONNECT_S = 5.0
 REQUEST_S = 30.0
 PAGE = 1000  # the most that S3 lists at a time
 
+_PORTS = {"http": 80, "https": 443}
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _CODE = re.compile(r"<Code>(\w{1,64})</Code>")
 _STATUS = re.compile(r"status code: (\d{3})")
@@ -55,7 +59,7 @@ class S3Blobs:
         self, bucket: str, prefix: str, *, endpoint: str = "", region: str = "", deadline_s: float = DEADLINE_S, concurrency: int = CONCURRENCY
     ) -> None:
         self.name = f"s3://{bucket}/{prefix}".rstrip("/")
-        self._bucket, self._prefix, self._endpoint, self._region = bucket, prefix, endpoint, region
+        self._bucket, self._prefix, self._endpoint, self._region = bucket, prefix, endpoint_of(endpoint), region
         self._deadline_s = deadline_s
         self._slots = asyncio.Semaphore(concurrency)
         self._opened: S3Store | None = None
@@ -182,6 +186,24 @@ class S3Blobs:
                 raise ConfigError(_brief(error), field="policy.store", value=self.name,
                                   remedy="check policy.s3_endpoint and the AWS_* variables") from None
         return self._opened
+
+
+def endpoint_of(text: str) -> str:
+    """The URL of a server in one spelling, so that two can be compared; empty stays empty. ConfigError when it is none."""
+    if not text:
+        return ""
+    try:
+        url = urlsplit(text)
+        host, port = url.hostname or "", url.port
+    except ValueError:
+        host, port = "", None
+    # Checked on what was given, because it is stored where every reader of the run sees it.
+    if not host or url.scheme not in _PORTS or "@" in url.netloc or url.query or url.fragment or not text.isprintable() or " " in text:
+        shown = text if "@" not in text else "(not shown: it holds credentials)"
+        raise ConfigError("not the URL of a server", field="policy.s3_endpoint", value=shown,
+                          remedy=f"use http://HOST:PORT or https://HOST; {KEYS}")
+    shown_host = f"[{host}]" if ":" in host else host
+    return f"{url.scheme}://{shown_host}" + (f":{port}" if port and port != _PORTS[url.scheme] else "") + url.path.rstrip("/")
 
 
 def _failures() -> tuple[type[Exception], ...]:
