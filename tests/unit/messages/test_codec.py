@@ -45,6 +45,7 @@ from driftline.messages import (
 )
 from driftline.messages.blobs import Claim
 from driftline.messages.registry import registered
+from driftline.policy_store.location import StoreLocated
 
 HEAD = struct.Struct("<2sBBIQ")
 
@@ -90,6 +91,7 @@ SAMPLES: dict[str, Message] = {
     "finished": RunFinished(run="r", version=40, reason="steps", at=3.0),
     "metrics": Metrics(run="r", service="learner", step=2, values={"loss": -0.25}, series={"lag": [0.0, 1.0]}),
     "eval": EvalResult(run="r", version=5, tasks=128, samples=2, reward_sampled=0.5, reward_greedy=0.75),
+    "store_located": StoreLocated(run="r", store="s3://bucket/prefix", endpoint="https://host:9000", region="eu-central-1", at=8.0),
     "claim": Claim(run="r", schema_of="graded", digest="0" * 32, size=600_000, chunks=2),
 }
 
