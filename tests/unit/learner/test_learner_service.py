@@ -45,7 +45,7 @@ from driftline.policy_store.manifest import PolicyHead
 from driftline.policy_store.tensor import state_digest
 from driftline.services.learner import service as learner_service
 from driftline.services.learner.assembler import Batch
-from driftline.services.learner.trainer import StepReport, Trainer
+from driftline.services.learner.trainer import Emit, StepReport, Trainer
 from driftline.services.runtime import run_topology
 
 
@@ -66,9 +66,9 @@ def lags(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     seen: list[int] = []
     real = Trainer.step
 
-    def step(trainer: Trainer, batch: Batch) -> StepReport:
+    def step(trainer: Trainer, batch: Batch, emit: Emit | None = None) -> StepReport:
         seen.append(batch.lag)
-        return real(trainer, batch)
+        return real(trainer, batch, emit)
 
     monkeypatch.setattr(Trainer, "step", step)
     return seen
@@ -267,12 +267,12 @@ class Poison:
         self.on = False
         real = Trainer._update
 
-        def update(trainer: Trainer) -> float:
+        def update(trainer: Trainer, emit: Emit | None) -> float:
             gradient = trainer.parameters[0].grad
             assert gradient is not None
             if self.on:
                 gradient.view(-1)[0] = float("nan")
-            return real(trainer)
+            return real(trainer, emit)
 
         monkeypatch.setattr(Trainer, "_update", update)
 
