@@ -13,7 +13,7 @@ import torch
 from driftline.kernels.policy_delta import reference
 from driftline.kernels.policy_delta.spans import LONGEST_SPAN, Rounding, SpanChanges
 
-__all__ = ["LONGEST_SPAN", "Comparison", "Rounding", "SpanChanges", "apply_xor", "diff", "fingerprint", "has_kernels", "round_and_diff"]
+__all__ = ["LONGEST_SPAN", "Comparison", "Put", "Rounding", "SpanChanges", "apply_xor", "diff", "fingerprint", "has_kernels", "round_and_diff"]
 
 
 def has_kernels(device: torch.device) -> bool:
@@ -39,6 +39,27 @@ class Comparison:
         if self._kernel is not None:
             return self._kernel.run(write=write, wait=wait)
         return reference.compare(self._old, self._new, self._rounding, write=write, dense_share=self._dense_share)
+
+
+class Put:
+    """Values to set, where they are already on the device of the spans: `values[j]` at position `at[j]` of span i, for j in
+    `starts[i]:starts[i + 1]`. Setting what is set changes nothing."""
+
+    def __init__(
+        self, spans: Sequence[torch.Tensor], at: torch.Tensor, values: torch.Tensor, starts: torch.Tensor, *, addresses: torch.Tensor | None = None
+    ) -> None:
+        """`at` int32 [n], `values` [n] of the spans' width, `starts` int64 [spans + 1]. `addresses` int64 [spans]: the spans', on their device."""
+        self._spans, self._at, self._values, self._starts = tuple(spans), at, values, starts
+        self._addresses = addresses
+
+    def run(self) -> None:
+        """One launch for all spans, on the current stream."""
+        if self._spans and has_kernels(self._spans[0].device):
+            from driftline.kernels.policy_delta import triton
+
+            triton.put(triton.Table(self._spans, self._addresses), self._at, self._values, self._starts)
+        else:
+            reference.put(self._spans, self._at, self._values, self._starts)
 
 
 def diff(base: torch.Tensor, new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -198,11 +198,11 @@ def _fingerprint(table, row_of, sums, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
 class Table:
     """The addresses of spans, on the device. Holds the tensors, so that the addresses stay theirs."""
 
-    def __init__(self, spans: Sequence[torch.Tensor]) -> None:
+    def __init__(self, spans: Sequence[torch.Tensor], addresses: torch.Tensor | None = None) -> None:
+        """`addresses` int64 [spans]: where they are on the device already."""
         self.spans = tuple(spans)
-        self.device = spans[0].device
         self.width = spans[0].element_size()
-        self.addresses = torch.tensor([span.data_ptr() for span in spans], dtype=torch.int64).to(self.device)
+        self.addresses = torch.tensor([s.data_ptr() for s in spans], dtype=torch.int64).to(spans[0].device) if addresses is None else addresses
 
 
 class Comparison:

@@ -186,7 +186,7 @@ class _Copies:
 
     def mark(self) -> None:
         if self._stream is not None:
-            self._done = torch.cuda.Event(blocking=True)
+            self._done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             self._done.record(self._stream)
 
     def wait(self) -> None:
@@ -196,7 +196,7 @@ class _Copies:
 
 @cache
 def _copy_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _rounding(public: str, held: torch.dtype, stored: torch.dtype) -> Rounding:

@@ -13,13 +13,13 @@ from __future__ import annotations
 import time
 from array import array
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from driftline.messages.errors import DriftlineError
+from driftline.messages.errors import DriftlineError, IntegrityError
 from driftline.messages.types import Finish, Group, Trajectory
 from driftline.models.cache import Cache
 from driftline.models.model import K3ForCausalLM
@@ -73,6 +73,7 @@ class Engine:
         self.device = next(model.parameters()).device
         self.tokens_sampled = 0
         self.prompt_tokens = 0
+        self._torn = False
         self._waiting: deque[_Waiting] = deque()
         self._rows: list[_Row] = []
         self._cache: Cache | None = None
@@ -128,10 +129,23 @@ class Engine:
     @torch.inference_mode()
     def load(self, version: int, state: Mapping[str, torch.Tensor], *, recompute: bool = False) -> None:
         """Replace the weights between steps. `recompute` rebuilds running rows' caches under them (INTERRUPT)."""
-        load_state(self.model, state)
-        self.version = version
+        torn, self._torn = self._torn, True
+        try:
+            load_state(self.model, state)
+        except IntegrityError:
+            self._torn = torn  # refused before anything was copied
+            raise
+        self.version, self._torn = version, False
         if recompute:
             self.recompute()
+
+    @torch.inference_mode()
+    def adopt(self, version: int, write: Callable[[], None]) -> None:
+        """Become `version` between steps: `write` changes the weights in place. When it raises, they are of no version, and `step` refuses
+        to work until a later `load` or `adopt` went well."""
+        self._torn = True
+        write()
+        self.version, self._torn = version, False
 
     @torch.inference_mode()
     def recompute(self) -> None:
@@ -143,6 +157,9 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Trajectory]:
         """Admit waiting groups that fit, advance every running row by one token, return the members that finished."""
+        if self._torn:
+            raise DriftlineError("an update failed midway", field="weights", value=f"neither version {self.version} nor the next",
+                                 remedy="load a whole version")
         if self._rows:
             self._decode()
         self._admit()

@@ -32,6 +32,7 @@ from driftline.services.rollout.engine import Engine
 from driftline.services.rollout.hand import Hand
 from driftline.services.rollout.quarantine import Quarantine, is_infrastructure
 from driftline.services.rollout.updates import Updates
+from driftline.services.rollout.weights import EngineWeights, Staged, WeightCounts, parameters_of
 from driftline.services.runtime import finished, run_topology
 from driftline.services.telemetry import Reporter
 from driftline.services.tensors import from_host
@@ -60,6 +61,17 @@ class Counts:
     infrastructure_failures: int = 0
 
 
+@dataclass
+class UpdateSeconds:
+    """Of the newest update: `fetch_s` until the mirror is the version, verified; `apply_s` until the engine is; `pause_s` of that the engine stood
+    still; `update_s` from the first to the last."""
+
+    fetch_s: float = 0.0
+    apply_s: float = 0.0
+    pause_s: float = 0.0
+    update_s: float = 0.0
+
+
 class RolloutService:
     def __init__(
         self, bus: Bus, blobs: BlobStore, config: Config, instance: str = "0", reporter: Reporter | None = None,
@@ -71,7 +83,8 @@ class RolloutService:
         self._consumer = consumer or _consumer(config)
         self._wake = asyncio.Event()
         self._room = asyncio.Event()
-        self._policy = Updates(reader or PolicyReader(bus, blobs, config.run.name), outage_s=config.broker.lost_after_s, newer=self._wake.set)
+        self._policy = Updates(reader or PolicyReader(bus, blobs, config.run.name), outage_s=config.broker.lost_after_s, newer=self._heard,
+                               advance_s=config.rollout.advance_s, read_s=config.rollout.read_s)
         self._quarantine = Quarantine(config.rollout.data_failures)
         self._leases = Leases()
         self._hand = Hand()
@@ -84,8 +97,9 @@ class RolloutService:
         self._draining = False
         self._starting: asyncio.Task[None] | None = None
         self._engine: Engine | None = None
-        self.counts = Counts()
-        self.update_s = 0.0
+        self._newer, self._prepared = asyncio.Event(), asyncio.Event()
+        self._ready: Staged | None = None
+        self.counts, self.carried, self.seconds = Counts(), WeightCounts(), UpdateSeconds()
 
     def drain(self) -> None:
         """Take no more groups; `run` returns when those in hand are stored."""
@@ -116,17 +130,19 @@ class RolloutService:
         engine = Engine(model, version=policy.version, max_batch=rollout.max_batch, name=f"rollout-{self.instance}",
                         record_routes=self._config.learner.router_replay)
         await asyncio.to_thread(engine.load, policy.version, from_host(policy.state))
+        weights = EngineWeights(parameters_of(model), counts=self.carried)
         self._engine = engine
         log.info("engine ready", version=policy.version)
         async with asyncio.TaskGroup() as tasks:
             helpers = [
                 tasks.create_task(policy.follow(), name="head"),
+                tasks.create_task(self._carry(engine, weights), name="carry"),
                 tasks.create_task(self._follow_outcomes(), name="outcomes"),
                 tasks.create_task(self._follow_losses(), name="losses"),
                 tasks.create_task(self._pull(engine), name="pull"),
                 tasks.create_task(self._report_regularly(engine), name="report"),
             ]
-            await self._compute(engine)
+            await self._compute(engine, weights)
             for helper in helpers:
                 helper.cancel()
 
@@ -182,12 +198,12 @@ class RolloutService:
             await self._settle(group.group)  # a retry may ask only for what is stored already
         self._wake.set()
 
-    async def _compute(self, engine: Engine) -> None:
+    async def _compute(self, engine: Engine, weights: EngineWeights) -> None:
         async with asyncio.TaskGroup() as tasks:
             while True:
                 await self._let_go(engine)
                 await self._hand_over(tasks, self._give_up_overdue(engine))
-                await self._update(engine)
+                await self._update(engine, weights)
                 await self._begin(engine)
                 if not engine.idle:
                     done, error = await asyncio.to_thread(self._slice, engine)
@@ -243,22 +259,64 @@ class RolloutService:
             log.info("group given up", group=name, head=head.version, members=len(members), oldest=min(t.oldest_version for t in members))
         return aborted
 
-    async def _update(self, engine: Engine) -> None:
-        """Apply the newest head between two slices, as the run's policy_update says."""
-        how = self._config.rollout.policy_update
-        if not self._policy.behind(engine.version) or (how is PolicyUpdate.DRAIN and engine.active):
+    def _heard(self) -> None:
+        self._newer.set()
+        self._wake.set()
+
+    async def _carry(self, engine: Engine, weights: EngineWeights) -> None:
+        """Make the mirror the newest version and lay ready what the engine lacks of it, while the engine serves the older one. Not before
+        the last was applied: until then the mirror is what it is applied from."""
+        while True:
+            self._newer.clear()
+            if self._ready is not None or not self._policy.behind(engine.version):
+                await self._newer.wait()
+                continue
+            began = time.monotonic()
+            await self._policy.move(weights)
+            moved = time.monotonic()
+            staged = await asyncio.to_thread(weights.stage, self._policy.state)
+            self.seconds.fetch_s, self.seconds.apply_s = moved - began, time.monotonic() - moved
+            self._ready = staged
+            self._prepared.set()
+
+    async def _update(self, engine: Engine, weights: EngineWeights) -> None:
+        """Apply the newest head between two slices, once it lies ready and as the run's policy_update says."""
+        if not self._policy.behind(engine.version):
             return
-        began = time.monotonic()
-        await self._policy.move()
-        await asyncio.to_thread(engine.load, self._policy.version, from_host(self._policy.state))
+        if not engine.active:
+            await self._prepared.wait()  # there is nothing to go on with
+        how = self._config.rollout.policy_update
+        if self._ready is None or (how is PolicyUpdate.DRAIN and engine.active):
+            return
+        began, staged, seconds = time.monotonic(), self._ready, self.seconds
+        await asyncio.to_thread(self._swap, engine, weights, staged)
         if how is PolicyUpdate.INTERRUPT:
             try:
                 await asyncio.to_thread(engine.recompute)
             except Exception as error:  # as in a step
                 await self._recover(engine, error)
         self.counts.updates += 1
-        self.update_s = time.monotonic() - began
-        log.info("policy applied", version=engine.version, active=engine.active, seconds=round(self.update_s, 3))
+        seconds.pause_s = time.monotonic() - began
+        seconds.apply_s += seconds.pause_s
+        seconds.update_s = seconds.fetch_s + seconds.apply_s
+        self._ready = None
+        self._prepared.clear()
+        self._newer.set()
+        log.info("policy applied", version=engine.version, active=engine.active, changed=staged.changed,
+                 **{name: round(value, 4) for name, value in asdict(seconds).items()})
+
+    def _swap(self, engine: Engine, weights: EngineWeights, staged: Staged) -> None:
+        """In a worker thread, the engine standing still. What fails midway is made good from the mirror, or the service ends: never a mixture."""
+        version, state = self._policy.version, self._policy.state
+        if not staged.reload:
+            try:
+                engine.adopt(version, lambda: weights.apply(staged))
+            except Exception as error:
+                log.error("update failed midway, loading everything", version=version, cause=_cause(error), exc_info=error)
+            else:
+                return
+        self.carried.reloads += 1
+        engine.load(version, from_host(state))
 
     async def _begin(self, engine: Engine) -> None:
         """Only between two slices, and only with the newest head applied: a head that came during a slice or an update would
@@ -390,9 +448,9 @@ class RolloutService:
         self._reported = (engine.tokens_sampled, now)
         await self._reporter.report({
             "tokens_sampled": engine.tokens_sampled, "tokens_per_s": (engine.tokens_sampled - before) / max(now - at, 1e-9),
-            "active": engine.active, "waiting": engine.waiting, "version": engine.version, "update_s": self.update_s,
+            "active": engine.active, "waiting": engine.waiting, "version": engine.version, **asdict(self.seconds),
             "prompt_tokens": engine.prompt_tokens, "groups_held": len(self._hand), "members_unstored": self._hand.unstored,
-            "storing_bytes": self._storing_bytes, "updates_given_up": self._policy.given_up, **asdict(self.counts),
+            "storing_bytes": self._storing_bytes, "updates_given_up": self._policy.given_up, **asdict(self.counts), **{f"weights_{name}": n for name, n in asdict(self.carried).items()},
         })
 
 

@@ -11,26 +11,35 @@ import asyncio
 import time
 from collections.abc import Callable
 from contextlib import aclosing
+from typing import Protocol
 
 import structlog
 
 from driftline.messages.errors import BrokerUnavailable, IntegrityError
 from driftline.policy_store.manifest import PolicyHead
 from driftline.policy_store.reader import PolicyReader
-from driftline.policy_store.tensor import State, state_digest
+from driftline.policy_store.tensor import Bytes1D, Shard, State, state_digest
 
-__all__ = ["Updates"]
+__all__ = ["Follower", "Updates"]
 
 log = structlog.get_logger("rollout")
 
-ADVANCE_S = 120.0
-READ_S = 600.0
 RETRY_S = 0.5
+
+
+class Follower(Protocol):
+    """Who keeps a copy of the state and is told what changes in it."""
+
+    def seen(self, shard: Shard, dtype: str, before: Bytes1D | None, after: Bytes1D) -> None:
+        """A shard changed; called from worker threads."""
+
+    def afresh(self) -> None:
+        """It was read anew."""
 
 
 class Updates:
     def __init__(
-        self, reader: PolicyReader, *, outage_s: float, newer: Callable[[], None], advance_s: float = ADVANCE_S, read_s: float = READ_S
+        self, reader: PolicyReader, *, outage_s: float, newer: Callable[[], None], advance_s: float = 120.0, read_s: float = 600.0
     ) -> None:
         """`newer` is called when a head comes that is newer than the last. `advance_s`, `read_s`: how long a move by deltas, and
         reading a whole version, may take."""
@@ -75,22 +84,26 @@ class Updates:
                 self._offer(head)
             return
 
-    async def move(self) -> None:
+    async def move(self, follower: Follower | None = None) -> None:
         """Make `state` the version of the newest head: by deltas in place, or else read afresh."""
         assert self.head is not None
         head = self.head
         state, self.state = self.state, {}  # whatever happens to it midway, nothing else has it
         try:
             async with asyncio.timeout(self._advance_s):
-                moved = await self._reader.advance(state, self.version, head.version)
+                moved = await self._reader.advance(state, self.version, head.version, seen=follower.seen if follower else None)
         except (TimeoutError, BrokerUnavailable) as error:
             self.given_up += 1
             cause = str(error) or f"it did not end within {self._advance_s:g} s"
             log.warning("update given up, reading the version afresh", from_version=self.version, version=head.version, cause=cause)
             await self.look()
             await self._read()
+            if follower is not None:
+                follower.afresh()
             return
         await self._adopt(head, moved)
+        if follower is not None and moved is not state:
+            follower.afresh()
 
     async def _read(self) -> None:
         head = self.head

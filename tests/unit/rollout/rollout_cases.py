@@ -45,6 +45,11 @@ async def stored(bus: Bus, count: int, config: Config = CONFIG) -> list[Trajecto
     return sorted(found, key=lambda t: (t.group, t.member))
 
 
+def lies_ready(service: RolloutService, version: int) -> bool:
+    """The next version was fetched while the engine was held, and is applied as soon as it is not."""
+    return service._ready is not None and service._policy.version == version
+
+
 async def is_idle(bus: Bus, config: Config = CONFIG) -> bool:
     return await consumer_idle(bus, config, "rollout")
 

@@ -21,6 +21,7 @@ from rollout_cases import (
     dead,
     is_idle,
     killed,
+    lies_ready,
     names,
     rollout_consumer,
     stored,
@@ -262,7 +263,7 @@ async def test_a_cache_that_cannot_be_rebuilt_at_an_update_is_a_data_failure(
         await queue(bus, groups)
         await gate.entered()
         await publish_version(bus, blobs, RUN, 1)
-        await eventually(lambda: service._policy.behind(0))
+        await eventually(lambda: lies_ready(service, 1))
         gate.open()
         found = await stored(bus, 8)
         await eventually(lambda: is_idle(bus))

@@ -12,7 +12,7 @@ from engine_cases import group as case
 from hypothesis import given
 from hypothesis import strategies as st
 from loop_cases import eventually, finish, groups_of, publish_version, queue, running, tiny
-from rollout_cases import RUN, Gate, is_idle, names, stored, versions
+from rollout_cases import RUN, Gate, is_idle, lies_ready, names, stored, versions
 
 from driftline.messages.codec import decode, encode
 from driftline.messages.memory import MemoryBus
@@ -137,7 +137,7 @@ async def test_at_the_bound_a_group_goes_on_and_only_older_ones_end(memory_bus: 
     async with running(service):
         await gate.entered()
         await publish_version(memory_bus, blobs, RUN, 1)
-        await eventually(lambda: service._policy.behind(0))
+        await eventually(lambda: lies_ready(service, 1))
         await queue(memory_bus, [new])
         await eventually(lambda: new.group in service._hand)
         gate.reached.clear()
@@ -146,7 +146,7 @@ async def test_at_the_bound_a_group_goes_on_and_only_older_ones_end(memory_bus: 
         await gate.entered()
         gate._open.clear()
         await publish_version(memory_bus, blobs, RUN, 2)
-        await eventually(lambda: service._policy.behind(1))
+        await eventually(lambda: lies_ready(service, 2))
         gate.open()
         found = await stored(memory_bus, 8)
         await eventually(lambda: is_idle(memory_bus))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from rollout_cases import (
     Gate,
     Tapped,
     Wrapped,
+    lies_ready,
     publish_shifted,
     rollout_consumer,
     shifted,
@@ -61,10 +63,6 @@ def model_of(version: int) -> K3ForCausalLM:
     return model.eval()
 
 
-def head_is(service: RolloutService, version: int) -> bool:
-    return service._policy.head is not None and service._policy.head.version == version
-
-
 async def test_an_update_during_generation_stamps_each_token_with_the_version_that_made_it(
     bus: MemoryBus, blobs: MemoryBlobs, gate: Gate
 ) -> None:
@@ -79,7 +77,7 @@ async def test_an_update_during_generation_stamps_each_token_with_the_version_th
         await queue(bus, groups)
         await gate.entered()
         await publish_shifted(bus, blobs, RUN, 1)
-        await eventually(lambda: head_is(service, 1))
+        await eventually(lambda: lies_ready(service, 1))
         gate.open()
         found = await stored(bus, 12)
     mixed = [t for t in found if versions(t) == {0, 1}]
@@ -254,15 +252,14 @@ async def test_leases_and_heartbeats_go_on_while_weights_are_loaded(memory_bus: 
     await publish_shifted(memory_bus, blobs, RUN, 0)
     monkeypatch.setattr("driftline.services.rollout.service.REPORT_S", 0.05)
     loading, go, calls = threading.Event(), threading.Event(), Counter[str]()
-    real = Engine.load
+    real = Engine.adopt
 
-    def load(engine: Engine, version: int, state: Any, **more: Any) -> None:
-        if version == 1:
-            loading.set()
-            assert go.wait(WAIT_S)
-        real(engine, version, state, **more)
+    def adopt(engine: Engine, version: int, write: Callable[[], None]) -> None:
+        loading.set()
+        assert go.wait(WAIT_S)
+        real(engine, version, write)
 
-    monkeypatch.setattr(Engine, "load", load)
+    monkeypatch.setattr(Engine, "adopt", adopt)
     tapped = Tapped(memory_bus)
     tapped.wrap_delivery = lambda delivery: Wrapped(delivery, calls)
     service = RolloutService(tapped, blobs, CONFIG, consumer=short)
