@@ -75,7 +75,12 @@ def test_a_hostile_file_is_refused_with_its_name(tmp_path: Path, case: str) -> N
 def test_what_is_refused_is_what_the_library_refuses(tmp_path: Path, case: str) -> None:
     """Beside what this store cannot hold, or is stricter about."""
     path = write(tmp_path / "model.safetensors", HOSTILE[case])
-    with pytest.raises((SafetensorError, OSError, ValueError)), safe_open(path, framework="numpy") as file:
+    with pytest.raises((SafetensorError, OSError, ValueError)):
+        read_by_the_library(path)
+
+
+def read_by_the_library(path: Path) -> None:
+    with safe_open(path, framework="numpy") as file:
         for name in file.keys():  # noqa: SIM118
             file.get_tensor(name)
 
@@ -196,11 +201,16 @@ def test_a_tensor_that_had_another_shape_in_between_ends_in_its_file(tmp_path: P
         out.settle(room)
 
 
-def test_a_folder_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
-    final = tmp_path / "out"
-    with pytest.raises(ZeroDivisionError), whole_folder(final, replace=False) as partial:
+def fail_halfway(final: Path) -> None:
+    with whole_folder(final, replace=False) as partial:
         (partial / "half").write_text("x")
         raise ZeroDivisionError
+
+
+def test_a_folder_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
+    final = tmp_path / "out"
+    with pytest.raises(ZeroDivisionError):
+        fail_halfway(final)
     assert list(tmp_path.iterdir()) == []
     with whole_folder(final, replace=False) as partial:
         (partial / "first").write_text("x")
