@@ -22,6 +22,8 @@ __all__ = ["FULLS_TRIED", "Chain", "Edge", "Path", "Step", "descend", "full_step
 FULLS_TRIED = 3
 """How many fulls back a path may start: the newest and two to fall back on."""
 
+LAST_RESORT = 256
+
 
 class Edge(NamedTuple):
     """Which step: to a version (by seal), from a version number (None: a full), and whether by a shortcut."""
@@ -137,7 +139,27 @@ async def ways(chain: Chain, target: Manifest, without: Collection[Edge] = ()) -
         if floor is None and len(found) < FULLS_TRIED:  # the next full is collected or damaged: as far as the steps go
             bottom, steps = await descend(chain, target, 0, without)
             _add(found, await _entry(chain, bottom, without), steps)
+    if not found:
+        await _last_resort(chain, target, without, found)
     return sorted(found.values(), key=lambda path: path.nbytes)
+
+
+async def _last_resort(chain: Chain, target: Manifest, without: Collection[Edge], found: dict[tuple[Edge, ...], Path]) -> None:
+    """From a version in between that was rebased, looked for one by one."""
+    at = target
+    for _ in range(LAST_RESORT):
+        if at.parent is None:
+            return
+        try:
+            at = await chain.load(at.parent)
+        except IntegrityError:
+            return
+        entry = await _rebase(chain, at, without)
+        if entry is not None:
+            bottom, steps = await descend(chain, target, at.version, without)
+            if bottom.version == at.version:
+                _add(found, entry, steps)
+                return
 
 
 def _add(found: dict[tuple[Edge, ...], Path], entry: Step | None, steps: tuple[Step, ...]) -> None:

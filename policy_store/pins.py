@@ -9,18 +9,20 @@ for nothing, `LEASE_SLACK_S` later, which is how far two clocks may be apart.
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from contextlib import asynccontextmanager
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, Self
 
 import structlog
-from pydantic import BaseModel, ConfigDict, Field
+import xxhash
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from driftline.messages.bus import Bus
-from driftline.messages.errors import BrokerUnavailable, HeadConflict, IntegrityError
+from driftline.messages.errors import BrokerUnavailable, HeadConflict, IntegrityError, MalformedMessage
 from driftline.messages.registry import register
 from driftline.messages.subjects import Subjects
 from driftline.messages.types import Message
@@ -60,6 +62,18 @@ class Pins(Message):
     pins: tuple[Pin, ...]
     condemned: tuple[Link, ...] = ()
     """Versions that are being deleted: no pin that needs them is given any more."""
+    seal: str = ""
+
+    @model_validator(mode="after")
+    def _sealed(self) -> Self:
+        # A version number with one bit flipped would be a pin on another version, and the one that was meant would go.
+        if self.seal and self.seal != self.sealed_by():
+            raise ValueError(f"seal = {self.seal} of revision {self.revision}: the content's is {self.sealed_by()}")
+        return self
+
+    def sealed_by(self) -> str:
+        text = json.dumps(self.model_dump(exclude={"seal"}), sort_keys=True, separators=(",", ":"))
+        return xxhash.xxh3_128_hexdigest(text.encode())
 
     @property
     def links(self) -> tuple[Link, ...]:
@@ -196,11 +210,15 @@ def _keys(links: Iterable[Link]) -> Iterable[tuple[int, str]]:
 
 
 async def _read(bus: Bus, run: str) -> tuple[Pins | None, int]:
-    stored = await bus.last(Subjects(run).stream("POLICY"), _subject(run))
+    remedy = f"nothing is collected until {_subject(run)} is purged and what was pinned is pinned again"
+    try:
+        stored = await bus.last(Subjects(run).stream("POLICY"), _subject(run))
+    except MalformedMessage as error:
+        raise IntegrityError(f"unreadable: {error}", field="pins", value=run, remedy=remedy) from error
     if stored is None:
         return None, 0
     if not isinstance(stored.message, Pins):
-        raise IntegrityError("not the pins", field="pins", value=type(stored.message).__name__)
+        raise IntegrityError("not the pins", field="pins", value=type(stored.message).__name__, remedy=remedy)
     return stored.message, stored.seq
 
 
@@ -213,8 +231,9 @@ async def _change(bus: Bus, run: str, rule: Callable[[Held], Held]) -> Held:
         if wanted == held:
             return held
         revision = 1 if current is None else current.revision + 1
+        changed = Pins(run=run, revision=revision, pins=wanted.pins, condemned=wanted.condemned)
         try:
-            await bus.publish(_subject(run), Pins(run=run, revision=revision, pins=wanted.pins, condemned=wanted.condemned),
+            await bus.publish(_subject(run), changed.model_copy(update={"seal": changed.sealed_by()}),
                               id=f"{run}/pins/{revision}/{uuid.uuid4().hex}", expect_last=seq)
         except HeadConflict:  # someone else changed them: apply the rule to what they left
             await asyncio.sleep(random.uniform(0, min(1.0, PAUSE_S * 2**attempt)))

@@ -138,11 +138,13 @@ class Keeping:
 
     async def _collect(self, head: Link) -> None:
         now = time.time()
-        held = await pins(self._bus, self._reader.run)
+        try:
+            held = await pins(self._bus, self._reader.run)
+        except IntegrityError as error:  # what may not go cannot be told from what may
+            self._block(str(error))
+            return
         chosen = self._plan(head, held, now)
-        if chosen.blocked != self.blocked and chosen.blocked:
-            log.info("nothing is collected yet", cause=chosen.blocked)
-        self.blocked = chosen.blocked
+        self._block(chosen.blocked)
         ripe = self._grace.ripe([*(v.link.seal for v in chosen.delete), *(c.seal for c in chosen.chords)], now)
         if not self._resumed:
             ripe |= await self._begun(chosen)
@@ -161,6 +163,11 @@ class Keeping:
         self.counts.collected_bytes += gone.nbytes
         self.counts.collected_shortcuts += gone.shortcuts
         await self._rebase_one(head, held, now)
+
+    def _block(self, cause: str) -> None:
+        if cause and cause != self.blocked:
+            log.warning("nothing is collected yet", cause=cause)
+        self.blocked = cause
 
     def _plan(self, head: Link, held: tuple[Pin, ...], now: float) -> Plan:
         assert self._retention is not None
