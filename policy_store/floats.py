@@ -23,14 +23,15 @@ _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 def values(dtype: str, data: Bytes1D) -> npt.NDArray[np.float64]:
     """The numbers of these bytes, float64 [n]: exact for every float dtype."""
-    match dtype:
-        case "bfloat16":
-            return (data.view("<u2").astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-        case "float16" | "float32" | "float64":
-            return data.view({"float16": "<f2", "float32": "<f4", "float64": "<f8"}[dtype]).astype(np.float64)
-        case "float8_e4m3fn" | "float8_e5m2" | "float8_e8m0fnu":
-            found: npt.NDArray[np.float64] = _table(dtype)[data]
-            return found
+    with np.errstate(invalid="ignore"):  # a NaN that wants to be noticed
+        match dtype:
+            case "bfloat16":
+                return (data.view("<u2").astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+            case "float16" | "float32" | "float64":
+                return data.view({"float16": "<f2", "float32": "<f4", "float64": "<f8"}[dtype]).astype(np.float64)
+            case "float8_e4m3fn" | "float8_e5m2" | "float8_e8m0fnu":
+                found: npt.NDArray[np.float64] = _table(dtype)[data]
+                return found
     raise ConfigError("not a float", field="dtype", value=dtype)
 
 
