@@ -310,8 +310,10 @@ class LearnerService:
             handing = HandingIn(draft, keep=self._probe is not None)
             async with asyncio.TaskGroup() as tasks:
                 recording = tasks.create_task(store_batch(self._bus, self._run, records_of(self._run, batch), version))
+                tasks.create_task(handing.run())
                 numerics = await asyncio.to_thread(self._probe.measure, batch) if self._probe is not None else None
                 report = await asyncio.to_thread(trainer.step, batch, handing.emit)
+                handing.close()
             if trainer.skipped > skipped:
                 draft.discard()
                 await self._refuse(batch, report)
