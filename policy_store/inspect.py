@@ -16,7 +16,7 @@ from driftline.policy_store.manifest import Manifest, VersionKind
 from driftline.policy_store.reader import PolicyReader
 from driftline.policy_store.tensor import HostTensor, State, state_digest
 
-__all__ = ["PathCheck", "Report", "Row", "TensorChange", "TensorRow", "VersionDetail", "diff", "diff_states", "ls", "show", "verify"]
+__all__ = ["PathCheck", "Report", "Row", "TensorChange", "TensorRow", "VersionDetail", "diff", "diff_states", "ls", "show", "verify", "verify_manifest"]
 
 
 @dataclass(frozen=True)
@@ -114,8 +114,11 @@ async def show(reader: PolicyReader, version: int) -> VersionDetail:
 
 
 async def verify(reader: PolicyReader, version: int) -> Report:
+    return await verify_manifest(reader, await reader.manifest(version))
+
+
+async def verify_manifest(reader: PolicyReader, manifest: Manifest) -> Report:
     """Take every path to the version and compare what comes out with its digest."""
-    manifest = await reader.manifest(version)
     checks: list[PathCheck] = []
     for path in await reader.paths(manifest):
         try:
@@ -125,7 +128,7 @@ async def verify(reader: PolicyReader, version: int) -> Report:
         else:
             wrong = "" if found == manifest.digest else f"the state's digest is {found}"
             checks.append(PathCheck(str(path), path.nbytes, wrong))
-    return Report(version, manifest.digest, tuple(checks))
+    return Report(manifest.version, manifest.digest, tuple(checks))
 
 
 async def diff(reader: PolicyReader, old: int, new: int) -> list[TensorChange]:

@@ -79,7 +79,7 @@ class _Rules:
             case Role.ADMIN:
                 return (f"{root}.>", "$JS.API.>", "$JS.ACK.>")
             case Role.OBSERVER:
-                return (*self._connected(), *self._reads(*PLANES), *self._follows(*PLANES), *self._depths(), *self._lists("BLOB"))
+                return (*self._connected(), *self._reads(*PLANES), *self._follows(*PLANES), *self._depths(), *self._lists("POLICY", "BLOB"))
             case Role.RECORDER:
                 planes = ("LEDGER", "POLICY", "BLOB", "CLAIM", "RECORD", "CONTROL", "EVAL")
                 return (*self._connected(), *self._reads(*planes), *self._follows("LEDGER", "POLICY", "CONTROL"), *self._lists("BLOB"))

@@ -163,11 +163,13 @@ def verify(
         raise ConfigError("say which versions, in one way", field="VERSION", value=version, remedy="a version, or --last N, or --all")
 
     async def body(run: OpenRun) -> int:
+        from driftline.policy_store.inspect import verify_manifest
+
         reports = []
         for manifest in await _chosen(run, version or "head", all_, last):
             total = sum(path.nbytes for path in await run.reader.paths(manifest))
             with run.meter.stage(f"version {manifest.version}", total):
-                reports.append(await _verified(run, manifest))
+                reports.append(await verify_manifest(run.reader, manifest))
             if not as_json:
                 _print_report(reports[-1])
         intact = bool(reports) and all(report.intact for report in reports)
@@ -179,12 +181,6 @@ def verify(
         return 0 if intact else 1
 
     sys.exit(opened(name, url, body, store=store, endpoint=endpoint))
-
-
-async def _verified(run: OpenRun, manifest: Manifest) -> Report:
-    from driftline.policy_store import inspect
-
-    return await inspect.verify(run.reader, manifest.version)
 
 
 async def _chosen(run: OpenRun, version: str, all_: bool, last: int | None) -> list[Manifest]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,7 +15,7 @@ import typer
 from driftline.commands.common import BROKER, AsJson, RunName, Url
 from driftline.commands.policy_open import Endpoint, OpenRun, Store, VersionName, explained, opened, owned
 from driftline.commands.policy_text import age, duration_of, emit, size, size_of, table
-from driftline.messages.errors import ConfigError, HeadConflict
+from driftline.messages.errors import ConfigError, HeadConflict, IntegrityError
 
 if TYPE_CHECKING:
     from driftline.policy_store.blobs import StoredBlob
@@ -58,6 +59,8 @@ def gc(
     grace_s = 0.0 if grace.strip() in ("0", "0s") else duration_of(grace, "--grace")
 
     async def body(run: OpenRun) -> int:
+        if not dry_run:
+            await _settle_start(run, keep_start)
         look = await _look(run, wanted, keep_start)
         done: Done | None = None
         if not dry_run:
@@ -91,6 +94,19 @@ class Look:
 class Done:
     collected: Collected
     orphans: tuple[StoredBlob, ...] = ()
+
+
+async def _settle_start(run: OpenRun, keep: bool) -> None:
+    """Version 0 stays by a pin, as the policy store keeps it: what is only kept would not be found below a gap."""
+    from driftline.policy_store.pins import pin, pins, unpin
+    from driftline.services.policy_store.service import START_OWNER
+
+    pinned = any(held.link.version == 0 and held.owner == START_OWNER for held in await pins(run.bus, run.name))
+    if keep and not pinned:
+        with suppress(IntegrityError):  # it is gone: there is nothing to keep
+            await pin(run.bus, run.reader, 0, START_OWNER)
+    elif pinned and not keep:
+        await unpin(run.bus, run.name, 0, START_OWNER)
 
 
 async def _look(run: OpenRun, wanted: Retention, keep_start: bool) -> Look:
