@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 
@@ -173,10 +174,9 @@ class DirectoryBlobs:
 
     async def get(self, ref: BlobRef) -> bytes:
         path = self.path(ref.digest)
-        try:
-            data = await self._threaded(path.read_bytes, ref.digest)
-        except FileNotFoundError as error:
-            raise missing(ref, self.name) from error
+        data = await self._threaded(lambda: _content(path), ref.digest)
+        if data is None:
+            raise missing(ref, self.name)
         return verified(data, ref, self.name)
 
     async def has(self, ref: BlobRef) -> bool:
@@ -195,8 +195,6 @@ class DirectoryBlobs:
         async def attempt() -> T:
             try:
                 return await asyncio.to_thread(work)
-            except FileNotFoundError:
-                raise
             except OSError as error:
                 raise _refusal(error, self.name, blob) from error
 
@@ -204,7 +202,7 @@ class DirectoryBlobs:
 
     def _write(self, path: Path, data: bytes) -> None:
         # Compared by content, because one that is there may be damaged: reading it is cheaper than writing and syncing it.
-        if _size(path) == len(data) and path.read_bytes() == data:
+        if _size(path) == len(data) and _content(path) == data:
             sync_directory(path.parent)  # its writer may have died between the renaming and the syncing
             return
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -217,6 +215,14 @@ def _size(path: Path) -> int | None:
     except FileNotFoundError:
         return None
     return found.st_size if stat.S_ISREG(found.st_mode) else None
+
+
+def _content(path: Path) -> bytes | None:
+    """None when there is no such file."""
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
 
 
 def _folders(root: Path) -> tuple[Path, ...]:
@@ -241,7 +247,8 @@ def _swept(folder: Path) -> Iterator[StoredBlob]:
             if _DIGEST.fullmatch(entry.name):
                 yield StoredBlob(entry.name, found.st_size, found.st_mtime)
             elif _PARTIAL.fullmatch(entry.name) and found.st_mtime < oldest:
-                Path(entry.path).unlink(missing_ok=True)
+                with suppress(OSError):  # gone meanwhile, or this user may only read
+                    Path(entry.path).unlink()
 
 
 _TRANSIENT = {errno.EAGAIN, errno.EINTR, errno.EIO, errno.EBUSY, errno.ESTALE, errno.ETIMEDOUT, errno.ENETDOWN, errno.EHOSTDOWN}

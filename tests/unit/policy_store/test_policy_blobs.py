@@ -279,3 +279,34 @@ async def test_a_broker_that_holds_a_blob_up_ends_in_an_error_that_names_stream_
         await bus.declare(topology(fresh_run))
         with pytest.raises(StoreUnavailable, match=f"DL-{fresh_run}-BLOB"):
             await JetStreamBlobs(bus, fresh_run, deadline_s=0.1).put(b"x")
+
+
+async def test_a_file_that_is_deleted_while_it_is_looked_at_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = DirectoryBlobs(tmp_path)
+    ref = await store.put(b"whole")
+    read = Path.read_bytes
+
+    def deleted(path: Path) -> bytes:
+        path.unlink()
+        return read(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", deleted)
+        await store.put(b"whole")
+    assert await store.get(ref) == b"whole"
+
+
+async def test_who_may_only_read_lists_past_what_a_crash_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = DirectoryBlobs(tmp_path)
+    ref = await store.put(b"whole")
+    left = store.path(ref.digest).with_name(f"{ref.digest}abc.partial")
+    left.write_bytes(b"half")
+    os.utime(left, (0, 0))
+
+    def denied(path: Path, missing_ok: bool = False) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", denied)
+        assert set(await stored_in(store)) == {ref.digest}
+    assert left.exists()
