@@ -1,0 +1,84 @@
+"""`driftline policy get`: a version comes home whole, and an interrupted one goes on where it was."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from policy_commands import declared, policy
+
+from driftline.policy_store import HostTensor, JetStreamBlobs, PolicyReader, PolicyWriter, state_digest
+from driftline.policy_store.exchange import ModelFolder
+from driftline.policy_store.pins import pins
+
+
+def large(tensors: int = 3) -> dict[str, HostTensor]:
+    """Bits that do not compress: a pack or so for each tensor."""
+    rng = np.random.default_rng(0)
+    return {f"w{n}": HostTensor.from_numpy(rng.integers(0, 2**32, 1_000_000, np.uint32)) for n in range(tensors)}
+
+
+async def test_an_interrupted_get_reads_only_what_it_lacks(nats_url: str, fresh_run: str, tmp_path: Path) -> None:
+    state = large(9)  # more packs than are asked for at once, so the first is home before the last is missed
+    async with declared(nats_url, fresh_run) as bus:
+        store = JetStreamBlobs(bus, fresh_run)
+        writer = PolicyWriter(bus, store, fresh_run)
+        await writer.resume()
+        manifest = await writer.publish(state, version=0, learner_step=0)
+        assert len(packs := manifest.packs) >= 5
+        late = await store.get(packs[-1].ref)
+        await store.delete(packs[-1].ref)
+        cut = await policy("get", fresh_run, 0, "-o", tmp_path / "out", url=nats_url)
+        assert cut.code == 1
+        assert packs[-1].digest in cut.err
+        assert os.listdir(tmp_path) == ["out.packs"]
+        await store.put(late)
+        await store.delete(packs[0].ref)  # it is at home already: nobody asks the store for it again
+        done = await policy("get", fresh_run, 0, "-o", tmp_path / "out", "--json", url=nats_url)
+        assert done.code == 0, done
+        assert os.listdir(tmp_path) == ["out"]
+        assert done.document["digest"] == manifest.digest
+        found = ModelFolder.open(tmp_path / "out")
+        assert state_digest({name: found.tensor(name) for name in found.layouts}) == manifest.digest
+        assert await pins(bus, fresh_run) == ()
+
+
+async def test_a_version_is_leased_while_it_is_read(nats_url: str, fresh_run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with declared(nats_url, fresh_run) as bus:
+        store = JetStreamBlobs(bus, fresh_run)
+        writer = PolicyWriter(bus, store, fresh_run)
+        await writer.resume()
+        await writer.publish(large(), version=0, learner_step=0)
+        during: list[int] = []
+        original = PolicyReader.materialise_manifest
+
+        async def watched(self: PolicyReader, target: object) -> object:
+            during.extend(pin.link.version for pin in await pins(self._bus, fresh_run))
+            return await original(self, target)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(PolicyReader, "materialise_manifest", watched)
+        assert (await policy("get", fresh_run, "head", "-o", tmp_path / "out", url=nats_url)).code == 0
+        assert during == [0]
+        assert await pins(bus, fresh_run) == ()
+
+
+async def test_an_existing_folder_is_replaced_only_when_told_and_whole(nats_url: str, fresh_run: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "mine").write_text("x")
+    async with declared(nats_url, fresh_run) as bus:
+        store = JetStreamBlobs(bus, fresh_run)
+        writer = PolicyWriter(bus, store, fresh_run)
+        await writer.resume()
+        manifest = await writer.publish(large(), version=0, learner_step=0)
+        refused = await policy("get", fresh_run, 0, "-o", out, url=nats_url)
+        assert refused.code == 2
+        last = await store.get(manifest.packs[-1].ref)
+        await store.delete(manifest.packs[-1].ref)
+        assert (await policy("get", fresh_run, 0, "-o", out, "--force", url=nats_url)).code == 1
+        assert os.listdir(out) == ["mine"]
+        await store.put(last)
+        assert (await policy("get", fresh_run, 0, "-o", out, "--force", url=nats_url)).code == 0
+        assert os.listdir(out) == ["model.safetensors"]
