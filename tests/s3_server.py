@@ -20,6 +20,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
+from driftline.services.supervisor.children import die_with
+
 __all__ = ["BUCKET", "OWNER", "READER", "Keys", "S3Server", "environment", "weed_binary"]
 
 BUCKET = "policies"
@@ -49,7 +51,7 @@ def environment(keys: Keys = OWNER, endpoint: str = "") -> dict[str, str]:
 
 
 class S3Server:
-    """`start` returns when the bucket is there; `stop` ends it at once and keeps nothing alive."""
+    """`start` returns when the bucket is there; `stop` ends it at once, and so does the end of the thread that started it."""
 
     url: str
     port: int
@@ -93,7 +95,8 @@ class S3Server:
         ]
         with self._log.open("wb") as log:
             self._process = subprocess.Popen([binary, "-logtostderr=true", *arguments], cwd=folder, stdin=subprocess.DEVNULL, stdout=log,
-                                             stderr=log, start_new_session=True, env={"PATH": os.environ.get("PATH", ""), "HOME": str(folder)})
+                                             stderr=log, start_new_session=True, preexec_fn=die_with(os.getpid()),
+                                             env={"PATH": os.environ.get("PATH", ""), "HOME": str(folder)})
 
     def _ready(self) -> bool:
         deadline = time.monotonic() + READY_S
