@@ -25,7 +25,7 @@ __all__ = ["Comparison", "Table", "apply_xor", "fingerprint", "put"]
 BLOCK = 8192
 """Elements of a span that one program compares."""
 
-_WARPS = 8
+_WARPS, _RECORD_WARPS = 8, 4
 _SCATTER = 1024
 _WORDS = 4096
 _ROUNDINGS = {Rounding.NONE: 0, Rounding.BFLOAT16: 1, Rounding.BFLOAT16_IN_FLOAT32: 2}
@@ -247,7 +247,7 @@ class Comparison:
         at = torch.empty(length, dtype=torch.int32, device=self._device)
         xor = torch.empty(length, dtype=BITS[options["WIDTH"]], device=self._device)
         if length or write:
-            _record[grid](self._table, self._row_of, listed, words, ends - kept, at, xor, WRITE=write, num_warps=4, **options)
+            _record[grid](self._table, self._row_of, listed, words, ends - kept, at, xor, WRITE=write, num_warps=_RECORD_WARPS, **options)
         return SpanChanges(at, xor, starts, changed)
 
 
