@@ -100,6 +100,7 @@ class StallingBlobs(CountedBlobs):
     def __init__(self, blobs: BlobStore, what: str, at: int) -> None:
         super().__init__(blobs)
         self._what, self._at = what, at
+        self.stalled = 0
         self.reached, self.go = asyncio.Event(), asyncio.Event()
 
     async def put(self, data: bytes) -> BlobRef:
@@ -117,4 +118,5 @@ class StallingBlobs(CountedBlobs):
         if self._at == 0:
             self.reached.set()
         if self._at <= 0:
+            self.stalled += not self.go.is_set()
             await self.go.wait()
