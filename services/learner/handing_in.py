@@ -14,6 +14,8 @@ import torch
 
 from driftline.messages.errors import IntegrityError
 from driftline.policy_store.draft import Draft
+from driftline.policy_store.forms import Changes
+from driftline.services.learner.trainer import Emitted
 from driftline.services.tensors import host_tensor
 
 __all__ = ["ROOM_BYTES", "HandingIn"]
@@ -23,29 +25,30 @@ _LOOK_S = 1.0  # how often a thread that waits looks whether the loop it waits f
 
 
 class HandingIn:
-    """`keep`: remember the tensors, for who needs the whole policy beside the store."""
+    """`keep`: remember the tensors that come whole, for who needs the policy beside the store."""
 
     def __init__(self, draft: Draft, *, keep: bool = False) -> None:
         self._draft, self._keep = draft, keep
         self._loop = asyncio.get_running_loop()
         self._arrived = asyncio.Event()
-        self._items: deque[tuple[str, torch.Tensor]] = deque()
+        self._items: deque[tuple[str, Emitted]] = deque()
         self._changed = threading.Condition()
         self._held = 0
         self._last = self._ended = False
         self.kept: dict[str, torch.Tensor] = {}
 
-    def emit(self, name: str, tensor: torch.Tensor) -> None:
-        """`tensor`: on the CPU, contiguous, and nobody else's."""
-        if self._keep:
-            self.kept[name] = tensor
+    def emit(self, name: str, content: Emitted) -> None:
+        """`content`: contiguous on the CPU, and nobody else's."""
+        size = _size(content)
+        if self._keep and isinstance(content, torch.Tensor):
+            self.kept[name] = content
         with self._changed:
-            while self._held and self._held + tensor.nbytes > ROOM_BYTES and not self._gone:
+            while self._held and self._held + size > ROOM_BYTES and not self._gone:
                 self._changed.wait(_LOOK_S)
             if self._gone:
                 raise IntegrityError("nobody takes it any more", field="tensor", value=name, remedy="see what ended the publication")
-            self._items.append((name, tensor))
-            self._held += tensor.nbytes
+            self._items.append((name, content))
+            self._held += size
         self._loop.call_soon_threadsafe(self._arrived.set)
 
     @property
@@ -64,12 +67,21 @@ class HandingIn:
                 await self._arrived.wait()
                 self._arrived.clear()
                 while self._items:
-                    name, tensor = self._items.popleft()
-                    await self._draft.put(name, host_tensor(tensor))
+                    name, content = self._items.popleft()
+                    if isinstance(content, torch.Tensor):
+                        await self._draft.put(name, host_tensor(content))
+                    else:
+                        await self._draft.put_changes(name, content)
                     with self._changed:
-                        self._held -= tensor.nbytes
+                        self._held -= _size(content)
                         self._changed.notify_all()
         finally:
             with self._changed:
                 self._ended = True
                 self._changed.notify_all()
+
+
+def _size(content: Emitted) -> int:
+    if isinstance(content, torch.Tensor):
+        return content.nbytes
+    return sum(shard.at.nbytes + shard.xor.nbytes if isinstance(shard, Changes) else shard.nbytes for shard in content if shard is not None)

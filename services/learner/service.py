@@ -322,7 +322,9 @@ class LearnerService:
             stepped = time.monotonic()
             manifest = await draft.commit(
                 consumed=batch.consumed, numerics=numerics_facts(self._config, self._optimizer), batch=recording.result())
-        await self._published(manifest, handing.kept)
+        # A device hands out changes only, and the probe wants the whole policy.
+        whole = await asyncio.to_thread(trainer.state) if self._probe is not None and trainer.by_changes else handing.kept
+        await self._published(manifest, whole)
         publish_s = time.monotonic() - stepped
         await self._end(self.assembler.commit(batch, version, now=time.time()))
         await self._checkpoints.after(trainer, version, manifest.digest)

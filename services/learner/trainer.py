@@ -11,7 +11,7 @@ Shapes: G groups in a micro-batch, M members of them, P the longest prompt, R th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -33,12 +33,13 @@ from driftline.services.config import LearnerConfig, Proximal
 from driftline.services.learner.advantage import Estimator, group_advantages
 from driftline.services.learner.assembler import Batch
 from driftline.services.learner.correction import CorrectionConfig, correct
+from driftline.services.learner.device_delta import DeviceDelta, ShardContent, Source, Started
 from driftline.services.learner.drift_metrics import drift_by_lag, lags
 from driftline.services.learner.objective import Denominators, ObjectiveConfig, Tally, loss
 from driftline.services.learner.shared_prompts import FlatTokens, forward_groups
 from driftline.services.tensors import host_layout
 
-__all__ = ["Emit", "StepReport", "Trainer"]
+__all__ = ["Emit", "Emitted", "StepReport", "Trainer"]
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,10 @@ class StepReport:
     lag_histogram: tuple[float, ...]
 
 
-Emit: TypeAlias = Callable[[str, torch.Tensor], None]
+Emitted: TypeAlias = torch.Tensor | Sequence[ShardContent]
+"""A tensor of the new policy: a CPU copy, or per shard what changed."""
+
+Emit: TypeAlias = Callable[[str, Emitted], None]
 
 CHUNK_ELEMENTS = 1 << 24
 """Parameters stepped together: enough to keep the optimizer's kernels busy, few enough that the first are encoded early."""
@@ -71,6 +75,10 @@ class Trainer:
             name=config.objective, eps_low=config.eps_low, eps_high=config.eps_high, dual_clip=config.dual_clip
         )
         self.skipped = 0
+        self.by_changes = self.device.type == "cuda"
+        """Whether `step` hands out what changed, found beside the parameters, instead of copies of them."""
+        self._deltas: dict[int, DeviceDelta] = {}
+        self._started: list[Started] = []
 
     def state(self) -> dict[str, torch.Tensor]:
         """The policy as it is published: named CPU tensors in policy dtypes."""
@@ -78,10 +86,11 @@ class Trainer:
 
     def layouts(self) -> dict[str, Layout]:
         """Of the tensors `step` emits, which are those of `state`."""
-        return {
-            public: host_layout(tensor.shape, policy_dtype(public, self.dtype))
-            for name, parameter in self.model.named_parameters() for public, tensor in public_tensors(name, parameter)
-        }
+        return dict(entry for name, parameter in self.model.named_parameters() for entry in self._layouts_of(name, parameter))
+
+    def _layouts_of(self, name: str, parameter: torch.Tensor) -> Iterator[tuple[str, Layout]]:
+        for public, tensor in public_tensors(name, parameter):
+            yield public, host_layout(tensor.shape, policy_dtype(public, self.dtype))
 
     def load_policy(self, state: Mapping[str, torch.Tensor]) -> None:
         """Continue from a published policy: model and masters take its values, the optimizer starts fresh."""
@@ -93,7 +102,8 @@ class Trainer:
 
     def step(self, batch: Batch, emit: Emit | None = None) -> StepReport:
         """One optimizer step. `batch.head` is the version whose weights the model holds. `emit` is handed every tensor of the new
-        policy, under its public name, a CPU copy in the policy's dtype, as soon as the optimizer has made it; nothing when the step is refused."""
+        policy, under its public name, as soon as the optimizer has made it: a CPU copy in the policy's dtype, or what changed
+        against the policy before the step. Nothing when the step is refused."""
         started = time.perf_counter()
         advantages, rewards = self._advantages(batch)
         masks = [t.action_mask for t in batch.trajectories]
@@ -157,16 +167,39 @@ class Trainer:
         finally:
             self.optimizer.param_groups = groups
         if emit is not None:
-            for name, parameter in self.model.named_parameters():
-                if not parameter.requires_grad:
-                    self._emit(emit, name, parameter)
+            self._emit_rest(emit)
         return norm
 
     @torch.no_grad()
     def _round(self, chunk: slice, emit: Emit | None) -> None:
+        """On a device what changed is found there, while it is rounded, and only that is copied out."""
+        if emit is not None and self.by_changes:
+            self._started.append(self._delta(chunk).start())
+            return
         for name, master, parameter in zip(self.names[chunk], self.masters[chunk], self.parameters[chunk], strict=True):
             parameter.copy_(master.to(policy_dtype(name, self.dtype)))
             if emit is not None:
+                self._emit(emit, name, parameter)
+
+    def _delta(self, chunk: slice) -> DeviceDelta:
+        if chunk.start not in self._deltas:
+            sources = [Source(*s) for s in zip(self.names[chunk], self.parameters[chunk], self.masters[chunk], strict=True)]
+            self._deltas[chunk.start] = DeviceDelta(sources, self.dtype)
+        return self._deltas[chunk.start]
+
+    def _emit_rest(self, emit: Emit) -> None:
+        """What is on its way from the device, and what is not trained."""
+        started, self._started = self._started, []
+        for changed in started:
+            for public, shards in changed.tensors():
+                emit(public, shards)
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad:
+                continue
+            if self.by_changes:
+                for public, layout in self._layouts_of(name, parameter):
+                    emit(public, [None] * layout.shard_count)
+            else:
                 self._emit(emit, name, parameter)
 
     def _emit(self, emit: Emit, name: str, parameter: torch.Tensor) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from typing import cast
 
+import numpy as np
 import pytest
 import torch
 from learning_samples import batch_of, small_model
@@ -13,11 +14,12 @@ from learning_samples import batch_of, small_model
 from driftline.messages.errors import IntegrityError
 from driftline.models.lora import add_lora
 from driftline.policy_store.draft import Draft
-from driftline.policy_store.tensor import HostTensor
+from driftline.policy_store.forms import Changes
+from driftline.policy_store.tensor import SHARD_BYTES, HostTensor
 from driftline.services.config import LearnerConfig
 from driftline.services.learner import handing_in, trainer
 from driftline.services.learner.handing_in import HandingIn
-from driftline.services.learner.trainer import Trainer
+from driftline.services.learner.trainer import Emitted, Trainer
 from driftline.services.tensors import to_host
 
 torch.set_num_threads(1)
@@ -27,8 +29,9 @@ CONFIG = LearnerConfig(lr=1e-2, eps_low=0.2, eps_high=0.2, micro_batch_groups=8)
 def emitted(made: Trainer) -> dict[str, torch.Tensor]:
     out: dict[str, torch.Tensor] = {}
 
-    def emit(name: str, tensor: torch.Tensor) -> None:
+    def emit(name: str, tensor: Emitted) -> None:
         assert name not in out
+        assert isinstance(tensor, torch.Tensor)
         out[name] = tensor
 
     made.step(batch_of(made.model), emit)
@@ -51,11 +54,41 @@ def test_a_step_hands_out_the_whole_policy_and_is_the_same_step(monkeypatch: pyt
     assert all(torch.equal(again[name], saved[name]) for name in again if not name.startswith("rng"))
 
 
+def test_what_changed_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way of a device, on the CPU."""
+    monkeypatch.setattr(trainer, "CHUNK_ELEMENTS", 3000)
+    made, whole = Trainer(small_model(), CONFIG), Trainer(small_model(), CONFIG)
+    made.by_changes = True
+    for _ in range(2):
+        before = to_host(made.state())
+        handed: dict[str, Emitted] = {}
+        made.step(batch_of(made.model), handed.__setitem__)
+        whole.step(batch_of(whole.model))
+        after = to_host(whole.state())
+        assert handed.keys() == after.keys()
+        for name, shards in handed.items():
+            assert not isinstance(shards, torch.Tensor)
+            assert len(shards) == after[name].layout.shard_count
+            for number, shard in enumerate(shards):
+                part = slice(number * SHARD_BYTES, (number + 1) * SHARD_BYTES)
+                data = before[name].data[part]
+                if isinstance(shard, Changes):
+                    data.view(f"<u{after[name].width}")[shard.at] ^= shard.xor
+                elif shard is not None:
+                    data[:] = shard
+                assert np.array_equal(data, after[name].data[part])
+        assert any(isinstance(shard, Changes) for shards in handed.values() for shard in shards)
+
+
 def test_what_is_not_trained_is_handed_out_too() -> None:
     model = small_model()
     add_lora(model, rank=2, alpha=4.0)
     made = Trainer(model, CONFIG)
     assert emitted(made).keys() == made.state().keys()
+    made.by_changes = True
+    handed: dict[str, Emitted] = {}
+    made.step(batch_of(made.model), handed.__setitem__)
+    assert handed.keys() == made.state().keys()
 
 
 def test_a_refused_step_hands_out_nothing() -> None:
