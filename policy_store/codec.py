@@ -1,25 +1,27 @@
 """The shard codec: a shard of new weights as a change of the old ones, exactly.
 
-`apply` after `encode` gives the new bytes bit for bit, whatever they mean: NaN payloads, negative zeros, denormals. The algebra is
-XOR, so a delta applied twice reverts and a delta applied to other weights gives garbage; the codec cannot know. Its callers check the
-digest of the base before and of the result after (`apply.py`); nothing else may call `apply`.
+`apply` after `encode_delta` gives the new bytes bit for bit, whatever they mean: NaN payloads, negative zeros, denormals. Applied to
+other weights, or twice, a delta gives garbage, and the codec cannot know. Its callers check the digest of the base before and of the
+result after (`applying.py`); nothing else may call `apply`.
 
-Four forms, chosen per shard by the measured share p of elements that changed (an element is as wide as its dtype):
+    UNCHANGED  nothing changed: no bytes
+    RANKED     positions by rank among elements of one exponent, differences as integers (`ranked.py`): the smallest, in nearly all cases
+    SPARSE     gaps between changed positions, a byte each (255 continues), and the XOR of each changed element, in byte planes
+    DENSE      XOR of the whole shard, in byte planes
+    FULL       the new bytes themselves, in planes; needs no base
 
-    UNCHANGED  p = 0             no bytes
-    SPARSE     p <= SPARSE_MAX   gaps between changed positions, one byte each (255 continues), and the XOR of each changed
-                                 element, in byte planes
-    DENSE      p >  SPARSE_MAX   XOR of the whole shard, in byte planes
-    FULL       no base, or DENSE came out above FULL_WORTH of the raw size and FULL is smaller: the bytes themselves, in planes
-
-Planes and gaps are separate zstd-1 frames, because the planes of a float (exponent, mantissa) have nothing in common.
-Malformed payloads raise IntegrityError before anything is allocated from a size they claim.
+`DeltaForm.SMALL` takes RANKED, and above `RANKED_WORTH` of the raw size the smallest of RANKED, DENSE and FULL. `DeltaForm.FAST` takes SPARSE
+up to `SPARSE_MAX` of the elements changed, and DENSE above, or FULL where that is smaller. The same changes always give the same
+bytes, with native kernels or without. Gaps and planes are separate zstd-1 frames, because the planes of a float (exponent, mantissa)
+have nothing in common. Malformed payloads raise IntegrityError before anything is allocated from a size they claim.
+The bytes, and what was measured: docs/delta_format.md.
 """
 
 from __future__ import annotations
 
 import struct
 import threading
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -27,13 +29,31 @@ import numpy.typing as npt
 import zstandard
 
 from driftline.messages.errors import IntegrityError
+from driftline.policy_store import native as kernels
 from driftline.policy_store.forms import Changes, Codec, DeltaForm, EncodedShard
+from driftline.policy_store.ranked import NO_EXPONENT, ranked_changes, ranked_encode, ranked_window
 from driftline.policy_store.tensor import SHARD_BYTES, Bytes1D
 
-__all__ = ["FULL_WORTH", "SPARSE_MAX", "Codec", "EncodedShard", "apply", "encode_changes", "encode_delta", "encode_full"]
+__all__ = [
+    "FULL_WORTH",
+    "RANKED_WORTH",
+    "SPARSE_MAX",
+    "Changes",
+    "Codec",
+    "DeltaForm",
+    "EncodedShard",
+    "apply",
+    "changes",
+    "encode_changes",
+    "encode_delta",
+    "encode_full",
+]
 
 SPARSE_MAX = 0.4
-"""Sparse is smaller up to about half of the elements and quicker up to about 0.3; at 0.4 they trade evenly."""
+"""Sparse is smaller than dense up to about half of the elements and quicker up to about 0.3; at 0.4 they trade evenly."""
+
+RANKED_WORTH = 0.25
+"""A change at random this large is rare, and one that is not at random (a scaled tensor, a counter) may suit the byte planes better."""
 
 FULL_WORTH = 0.6
 """bf16 weights never compress below about 0.66 of their size: a dense delta below this share cannot lose to a full."""
@@ -50,80 +70,171 @@ _UINT: dict[int, np.dtype[np.unsignedinteger[Any]]] = {
 _local = threading.local()
 
 
-def encode_delta(
-    base: Bytes1D, new: Bytes1D, width: int, *, exponent: tuple[int, int] | None = None, form: DeltaForm = DeltaForm.SMALL
-) -> EncodedShard:
-    """`new` as a change of `base`; both are whole elements of `width` bytes and equally long."""
-    if base.size != new.size or new.size % width:
-        raise IntegrityError(f"base has {base.size} bytes, new {new.size}, width {width}", field="shard", value=new.size)
-    old_n, new_n = base.view(_UINT[width]), new.view(_UINT[width])
-    differs = old_n != new_n
-    changed = int(np.count_nonzero(differs))
-    if changed == 0:
-        return EncodedShard(Codec.UNCHANGED, b"", 0)
-    if changed <= SPARSE_MAX * new_n.size:
-        at = np.flatnonzero(differs)
-        return EncodedShard(Codec.SPARSE, _sections([_gaps(at), *_planes(old_n[at] ^ new_n[at])]), changed)
-    dense = _sections(_planes(old_n ^ new_n))
-    if len(dense) > FULL_WORTH * new.size:
-        full = encode_full(new, width)
-        if len(full.payload) < len(dense):
-            return EncodedShard(Codec.FULL, full.payload, changed)
-    return EncodedShard(Codec.DENSE, dense, changed)
+def encode_delta(base: Bytes1D, new: Bytes1D, width: int, *, exponent: tuple[int, int] | None = None,
+                 form: DeltaForm = DeltaForm.SMALL) -> EncodedShard:
+    """`new` as a change of `base`; both are whole elements of `width` bytes, equally long and at most a shard.
+
+    `exponent` is the dtype's (lowest bit, bits), see `DType.exponent`: without it the result is as right, but larger.
+    """
+    _check_shard(base, width)
+    if base.size != new.size:
+        raise IntegrityError(f"base has {base.size} bytes, new {new.size}", field="shard", value=new.size)
+    at = _changed(base, new, width)
+    return _encode(base, new, at, width, exponent, form, whole=lambda: new, gathered=False)
+
+
+def encode_changes(base: Bytes1D, changes: Changes, width: int, *, exponent: tuple[int, int] | None = None,
+                   form: DeltaForm = DeltaForm.SMALL) -> EncodedShard:
+    """The same bytes as `encode_delta` of `base` and what `changes` make of it."""
+    _check_shard(base, width)
+    old_n = base.view(_UINT[width])
+    at, xor = changes
+    if at.dtype != np.int32 or xor.dtype != old_n.dtype or at.shape != xor.shape or at.ndim != 1:
+        raise IntegrityError("changes are int32 positions and as many elements", field="changes", value=(at.dtype, xor.dtype, at.shape, xor.shape))
+    if at.size and (at[0] < 0 or at[-1] >= old_n.size or not (at[1:] > at[:-1]).all() or not xor.all()):
+        raise IntegrityError(f"positions must ascend within {old_n.size} elements, and no XOR be zero", field="changes", value=at.size)
+    new_at = old_n[at] ^ xor
+
+    def whole() -> Bytes1D:
+        new = base.copy()
+        new.view(_UINT[width])[at] = new_at
+        return new
+
+    return _encode(base, new_at.view(np.uint8), np.ascontiguousarray(at), width, exponent, form, whole=whole, gathered=True)
 
 
 def encode_full(new: Bytes1D, width: int) -> EncodedShard:
     """`new` by itself."""
-    elements = new.view(_UINT[width])
-    return EncodedShard(Codec.FULL, _sections(_planes(elements)), elements.size)
+    _check_shard(new, width)
+    return EncodedShard(Codec.FULL, _sections(_planes(new, width)), new.size // width)
 
 
-def apply(
-    codec: Codec, payload: bytes | memoryview, out: Bytes1D, width: int, *, exponent: tuple[int, int] | None = None
-) -> None:
+def apply(codec: Codec, payload: bytes | memoryview, out: Bytes1D, width: int, *, exponent: tuple[int, int] | None = None) -> None:
     """Turn `out`, which holds the base, into the new shard, in place. For a full `out` may hold anything.
 
-    Raises IntegrityError on a malformed payload; `out` is then undefined.
+    A payload says by which exponent it was coded; `exponent`, when given, must be the same. Raises IntegrityError on a malformed
+    payload; `out` is then undefined.
     """
-    if out.size > SHARD_BYTES or out.size % width:
-        raise IntegrityError(f"a shard of {out.size} bytes and width {width}", field="shard", value=out.size)
+    _check_shard(out, width)
+    if not out.flags.writeable:
+        raise IntegrityError("a shard that cannot be written", field="shard", value=out.size)
     out_n = out.view(_UINT[width])
     match codec:
         case Codec.UNCHANGED:
-            if len(payload):
-                raise IntegrityError("an unchanged shard carries no bytes", field="payload", value=len(payload))
+            _check_empty(payload)
         case Codec.SPARSE:
-            _apply_sparse(payload, out_n)
+            gaps, planes = _sparse_parts(payload, out_n)
+            if kernels.native is not None:
+                kernels.native.sparse_apply(gaps, planes, out)
+            else:
+                found = _sparse_changes(gaps, planes, out_n)
+                out_n[found.at] ^= found.xor
+        case Codec.RANKED:
+            _check_window(payload, exponent)
+            if kernels.native is not None:
+                kernels.native.ranked_apply(payload, out, width)
+            else:
+                found = ranked_changes(payload, out_n)
+                out_n[found.at] ^= found.xor
         case Codec.DENSE:
-            out_n ^= _unplane(_frames(payload, [out_n.size] * width), out_n.size, width)
+            _unplane(_frames(payload, [out_n.size] * width), out, xor=True)
         case Codec.FULL:
-            out_n[:] = _unplane(_frames(payload, [out_n.size] * width), out_n.size, width)
+            _unplane(_frames(payload, [out_n.size] * width), out, xor=False)
 
 
-def _apply_sparse(payload: bytes | memoryview, out_n: _Elements) -> None:
-    width = out_n.itemsize
-    parts = _split(payload, 1 + width)
+def changes(codec: Codec, payload: bytes | memoryview, base: Bytes1D, width: int, *,
+            exponent: tuple[int, int] | None = None) -> Changes | None:
+    """What a payload does to `base`, which is only read; None when it has the whole shard (DENSE, FULL) and is to be applied instead.
+
+    Raises IntegrityError as `apply` does.
+    """
+    _check_shard(base, width)
+    base_n = base.view(_UINT[width])
+    match codec:
+        case Codec.UNCHANGED:
+            _check_empty(payload)
+            return Changes(np.empty(0, np.int32), np.empty(0, _UINT[width]))
+        case Codec.SPARSE:
+            gaps, planes = _sparse_parts(payload, base_n)
+            native = kernels.native
+            found = _sparse_changes(gaps, planes, base_n) if native is None else native.sparse_changes(gaps, planes, base)
+            if not found.xor.all():
+                raise IntegrityError("a change that changes nothing", field="payload", value=found.at.size)
+            return found
+        case Codec.RANKED:
+            _check_window(payload, exponent)
+            return ranked_changes(payload, base_n) if kernels.native is None else kernels.native.ranked_changes(payload, base, width)
+        case _:
+            return None
+
+
+def _encode(base: Bytes1D, new: Bytes1D, at: npt.NDArray[np.int32], width: int, exponent: tuple[int, int] | None, form: DeltaForm, *,
+            whole: Callable[[], Bytes1D], gathered: bool) -> EncodedShard:
+    """`new` is the whole shard, or with `gathered` its changed elements; `whole` gives the whole shard."""
+    if at.size == 0:
+        return EncodedShard(Codec.UNCHANGED, b"", 0)
+    if form is DeltaForm.FAST and at.size <= SPARSE_MAX * (base.size // width):
+        return EncodedShard(Codec.SPARSE, _sections(_sparse(base, new, at, width, gathered)), at.size)
+    ranked = _ranked(base, new, at, width, exponent or NO_EXPONENT, gathered) if form is DeltaForm.SMALL else None
+    if ranked is not None and len(ranked) <= RANKED_WORTH * base.size:
+        return EncodedShard(Codec.RANKED, ranked, at.size)
+    new = whole()
+    best = EncodedShard(Codec.DENSE, _sections(_planes(new, width, xor=base)), at.size)
+    if ranked is not None and len(ranked) <= len(best.payload):
+        best = EncodedShard(Codec.RANKED, ranked, at.size)
+    if len(best.payload) > FULL_WORTH * new.size:
+        full = _sections(_planes(new, width))
+        if len(full) < len(best.payload):
+            return EncodedShard(Codec.FULL, full, at.size)
+    return best
+
+
+def _changed(base: Bytes1D, new: Bytes1D, width: int) -> npt.NDArray[np.int32]:
+    if kernels.native is not None:
+        return kernels.native.changed(base, new, width)
+    return np.flatnonzero(base.view(_UINT[width]) != new.view(_UINT[width])).astype(np.int32)
+
+
+def _ranked(base: Bytes1D, new: Bytes1D, at: npt.NDArray[np.int32], width: int, exponent: tuple[int, int], gathered: bool) -> bytes | None:
+    if kernels.native is not None:
+        return kernels.native.ranked_encode(base, new, at, width, exponent, gathered=gathered)
+    return ranked_encode(base.view(_UINT[width]), new.view(_UINT[width]), at, exponent, gathered=gathered)
+
+
+def _sparse(base: Bytes1D, new: Bytes1D, at: npt.NDArray[np.int32], width: int, gathered: bool) -> list[Bytes1D]:
+    if kernels.native is not None:
+        return kernels.native.sparse_pack(base, new, at, width, gathered=gathered)
+    new_n = new.view(_UINT[width])
+    xor = base.view(_UINT[width])[at] ^ (new_n if gathered else new_n[at])
+    return [_gaps(at), *_planes(xor.view(np.uint8), width)]
+
+
+def _sparse_parts(payload: bytes | memoryview, shard: _Elements) -> tuple[Bytes1D, list[Bytes1D]]:
+    """Gap bytes and value planes, each of a size that such a shard can have."""
+    parts = _split(payload, 1 + shard.itemsize)
     # A gap's bytes: at most one per changed element plus one per 255 elements skipped.
-    gaps = _inflate(parts[0], at_most=out_n.size + out_n.size // _CONTINUE + 1)
+    gaps = _inflate(parts[0], at_most=shard.size + shard.size // _CONTINUE + 1)
+    count = int(np.count_nonzero(gaps != _CONTINUE))
+    return gaps, [_inflate(part, exactly=count) for part in parts[1:]]
+
+
+def _sparse_changes(gaps: Bytes1D, planes: list[Bytes1D], shard: _Elements) -> Changes:
     last = gaps != _CONTINUE
+    if gaps.size == 0 or not last[-1]:
+        raise IntegrityError("the last gap is cut off", field="gaps", value=gaps.size)
     # Each changed element is one past the previous plus its gap: the sum of the gap bytes so far, plus how many came before.
-    reach = np.cumsum(gaps, dtype=np.int64)
-    if last.all():
-        at = reach
-    else:
-        at = reach[last]
-        if not last[-1]:
-            raise IntegrityError("the last gap is cut off", field="gaps", value=gaps.size)
+    at = np.cumsum(gaps, dtype=np.int64)[last]
     at += np.arange(at.size, dtype=np.int64)
-    if at.size == 0 or at[-1] >= out_n.size:
-        raise IntegrityError(f"{at.size} positions do not fit in {out_n.size} elements", field="gaps", value=at.size)
-    values = _unplane([_inflate(part, exactly=at.size) for part in parts[1:]], at.size, width)
-    out_n[at] ^= values
+    if at[-1] >= shard.size:
+        raise IntegrityError(f"{at.size} positions do not fit in {shard.size} elements", field="gaps", value=at.size)
+    xor = np.zeros(at.size, shard.dtype)
+    _unplane(planes, xor.view(np.uint8), xor=True)
+    return Changes(at.astype(np.int32), xor)
 
 
-def _gaps(at: npt.NDArray[np.int64]) -> Bytes1D:
+def _gaps(at: npt.NDArray[np.int32]) -> Bytes1D:
     """Positions as the count of unchanged elements before each; 255 in a byte says "255 and go on"."""
-    gap = np.diff(at, prepend=-1) - 1
+    gap = np.diff(at, prepend=np.int32(-1)) - 1
     if int(gap.max()) < _CONTINUE:
         return gap.astype(np.uint8)
     more, rest = np.divmod(gap, _CONTINUE)
@@ -133,21 +244,43 @@ def _gaps(at: npt.NDArray[np.int64]) -> Bytes1D:
     return out
 
 
-def _planes(values: npt.NDArray[Any]) -> list[Bytes1D]:
-    """Byte k of every element together, for each k from the lowest."""
-    if values.itemsize == 1:
-        return [values.view(np.uint8)]
-    return [(values >> np.asarray(8 * k, values.dtype)).astype(np.uint8) for k in range(values.itemsize)]
+def _planes(data: Bytes1D, width: int, *, xor: Bytes1D | None = None) -> list[Bytes1D]:
+    """Byte k of every element (of `data`, or of it XOR `xor`) together, for each k from the lowest."""
+    if kernels.native is not None:
+        return kernels.native.split(data, width, xor=xor)
+    values = data.view(_UINT[width]) if xor is None else data.view(_UINT[width]) ^ xor.view(_UINT[width])
+    return [(values >> np.asarray(8 * k, values.dtype)).astype(np.uint8) for k in range(width)]
 
 
-def _unplane(planes: list[Bytes1D], count: int, width: int) -> _Elements:
-    if width == 1:
-        return planes[0]
-    out: _Elements = planes[width - 1].astype(_UINT[width])
+def _unplane(planes: list[Bytes1D], out: Bytes1D, *, xor: bool) -> None:
+    """Planes back into the elements of `out`, or XORed into them."""
+    if kernels.native is not None:
+        kernels.native.merge(planes, out, xor=xor)
+        return
+    dtype = _UINT[len(planes)]
+    values: _Elements = planes[-1].astype(dtype)
     for plane in reversed(planes[:-1]):
-        out <<= np.asarray(8, out.dtype)
-        out |= plane
-    return out
+        values <<= np.asarray(8, dtype)
+        values |= plane
+    if xor:
+        values ^= out.view(dtype)
+    out.view(dtype)[:] = values
+
+
+def _check_shard(shard: Bytes1D, width: int) -> None:
+    if width not in _UINT or shard.size > SHARD_BYTES or shard.size % width:
+        raise IntegrityError(f"a shard of {shard.size} bytes and width {width}", field="shard", value=shard.size)
+
+
+def _check_empty(payload: bytes | memoryview) -> None:
+    if len(payload):
+        raise IntegrityError("an unchanged shard carries no bytes", field="payload", value=len(payload))
+
+
+def _check_window(payload: bytes | memoryview, exponent: tuple[int, int] | None) -> None:
+    found = ranked_window(payload)
+    if exponent is not None and found not in (exponent, NO_EXPONENT):
+        raise IntegrityError("coded by the exponent of another dtype", field="exponent", value=found, remedy=f"expected {exponent}")
 
 
 def _sections(parts: list[Bytes1D]) -> bytes:
@@ -203,12 +336,3 @@ def _decompressor() -> zstandard.ZstdDecompressor:
         _local.decompressor = zstandard.ZstdDecompressor(max_window_size=4 * SHARD_BYTES)
     decompressor: zstandard.ZstdDecompressor = _local.decompressor
     return decompressor
-
-
-def encode_changes(
-    base: Bytes1D, changes: Changes, width: int, *, exponent: tuple[int, int] | None = None, form: DeltaForm = DeltaForm.SMALL
-) -> EncodedShard:
-    """What `encode_delta` gives for `base` with `changes` made."""
-    new = base.copy()
-    new.view(_UINT[width])[changes.at] ^= changes.xor
-    return encode_delta(base, new, width, exponent=exponent, form=form)

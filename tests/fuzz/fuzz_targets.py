@@ -33,7 +33,7 @@ from driftline.messages.bus import PubAck
 from driftline.messages.frames import claim_in, open_frame
 from driftline.messages.map_limits import check_map
 from driftline.messages.recording import pack_batch, unpack_batch
-from driftline.policy_store.codec import Codec, apply, encode_delta, encode_full
+from driftline.policy_store.codec import Codec, DeltaForm, apply, encode_delta, encode_full
 from driftline.policy_store.manifest import Encoding, Link, Manifest, Pack, TensorEntry
 from driftline.policy_store.tensor import (
     SHARD_BYTES,
@@ -263,6 +263,8 @@ def _shard_seed(codec: Codec, width: int) -> bytes:
     size = 1 << width
     base = np.arange(600 * size, dtype=np.uint64).astype(np.uint8)
     new = base.copy()
-    new[:: 290 if codec is Codec.SPARSE else 2] ^= 3
-    made = encode_full(new, size) if codec is Codec.FULL else encode_delta(base, base if codec is Codec.UNCHANGED else new, size)
+    new[:: 290 if codec in (Codec.SPARSE, Codec.RANKED) else 2] ^= 3
+    made = encode_full(new, size) if codec is Codec.FULL else encode_delta(
+        base, base if codec is Codec.UNCHANGED else new, size, form=DeltaForm.SMALL if codec is Codec.RANKED else DeltaForm.FAST
+    )
     return bytes([made.codec, width]) + (599).to_bytes(2, "little") + made.payload
