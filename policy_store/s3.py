@@ -44,6 +44,8 @@ CONNECT_S = 5.0
 REQUEST_S = 30.0
 PAGE = 1000  # the most that S3 lists at a time
 
+_EXPIRED = ("ExpiredToken", "InvalidToken", "TokenRefreshRequired")  # said with status 400
+_PASSING = (408, 409, 429)  # 409: somebody else is putting the same object
 _PORTS = {"http": 80, "https": 443}
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _CODE = re.compile(r"<Code>(\w{1,64})</Code>")
@@ -239,12 +241,14 @@ def _refusal(error: Exception, store: str, blob: str, endpoint: str) -> Driftlin
         return BrokerDenied("no credentials", field="policy.store", value=store, remedy="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
     if code == "NoSuchBucket":
         return ConfigError(f"no such bucket at {server}", field="policy.store", value=store, remedy="create it: services do not")
-    if "incorrectly configured region" in text or code in ("PermanentRedirect", "AuthorizationHeaderMalformed"):
+    if status == 301 or "incorrectly configured region" in text or code == "AuthorizationHeaderMalformed":
         return ConfigError("the bucket is in another region", field="policy.s3_region", value=store, remedy="name the bucket's region")
-    if isinstance(error, (PermissionDeniedError, UnauthenticatedError, PermissionError)) or status in (401, 403):
-        return BrokerDenied(f"{server} refuses the credentials ({said})", field="policy.store", value=store,
-                            remedy="check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and what they may do with the bucket")
-    if 400 <= status < 500 and status not in (408, 429):
+    if isinstance(error, (PermissionDeniedError, UnauthenticatedError, PermissionError)) or status in (401, 403) or code in _EXPIRED:
+        remedy = "check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and what they may do with the bucket"
+        if code == "RequestTimeTooSkewed":
+            remedy = "set this machine's clock: requests are signed with the time"
+        return BrokerDenied(f"{server} refuses the credentials ({said})", field="policy.store", value=store, remedy=remedy)
+    if 400 <= status < 500 and status not in _PASSING:
         return ConfigError(f"{server} refuses the request ({said})", field="policy.store", value=store,
                            remedy="check policy.store, policy.s3_endpoint and policy.s3_region")
     return StoreUnavailable(f"{server} does not answer ({said})", field="blob", value=f"{store}/{blob}",

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from enum import Enum, auto
+from enum import Enum
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -15,14 +15,17 @@ __all__ = ["Fault", "Front", "front_of"]
 
 
 class Fault(Enum):
-    BUSY = auto()
-    """503, as S3 says when it is asked too much."""
-    DROP = auto()
-    """The connection ends without an answer."""
-    NOT_IMPLEMENTED = auto()
-    """501, as servers say that have no conditional puts."""
-    SILENT = auto()
-    """No answer until the front is closed."""
+    """An answer of S3's, by status and code; or none."""
+
+    BUSY = 503, "SlowDown"
+    CONFLICT = 409, "ConditionalRequestConflict"
+    NOT_IMPLEMENTED = 501, "NotImplemented"
+    EXPIRED = 400, "ExpiredToken"
+    SKEWED = 403, "RequestTimeTooSkewed"
+    MOVED = 301, "PermanentRedirect"
+    ODD = 400, "InvalidRequest"
+    DROP = 0, "the connection ends without an answer"
+    SILENT = 0, "no answer until the front is closed"
 
 
 Script = Callable[[str, dict[str, str]], Fault | None]
@@ -75,15 +78,14 @@ def front_of(port: int) -> Iterator[Front]:
                 match front.script(self.command, headers):
                     case None:
                         self._pass_on(body)
-                    case Fault.BUSY:
-                        self._answer(503, b"<Error><Code>SlowDown</Code></Error>")
-                    case Fault.NOT_IMPLEMENTED:
-                        self._answer(501, b"<Error><Code>NotImplemented</Code></Error>")
                     case Fault.DROP:
                         self.close_connection = True
                     case Fault.SILENT:
                         front.closing.wait(60)
                         self.close_connection = True
+                    case fault:
+                        status, code = fault.value
+                        self._answer(status, f"<Error><Code>{code}</Code></Error>".encode())
             finally:
                 front.leave()
 

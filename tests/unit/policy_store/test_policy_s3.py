@@ -206,7 +206,7 @@ async def test_two_writers_of_the_same_bytes_both_succeed(front: Front, fresh_ru
     assert await writers[0].get(REF) == DATA
 
 
-@pytest.mark.parametrize("fault", [Fault.BUSY, Fault.DROP], ids=["busy", "dropped"])
+@pytest.mark.parametrize("fault", [Fault.BUSY, Fault.DROP, Fault.CONFLICT])
 async def test_a_request_that_fails_is_made_again(front: Front, fresh_run: str, monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
     monkeypatch.setattr("driftline.policy_store.deadlines.PAUSES_S", (0.01,))
     faults = {"HEAD": 3, "PUT": 3, "GET": 3, "POST": 3}
@@ -222,6 +222,23 @@ async def test_a_request_that_fails_is_made_again(front: Front, fresh_run: str, 
     await blobs.delete(REF)
     assert not await blobs.has(REF)
     assert all(left < 0 for left in faults.values())
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "remedy"),
+    [(Fault.EXPIRED, BrokerDenied, "AWS_ACCESS_KEY_ID"), (Fault.SKEWED, BrokerDenied, "clock"), (Fault.MOVED, ConfigError, "region"),
+     (Fault.ODD, ConfigError, "policy.store")],
+)
+async def test_a_refusal_that_will_not_pass_is_an_error_at_once(
+    front: Front, fresh_run: str, fault: Fault, kind: type[DriftlineError], remedy: str
+) -> None:
+    front.script = lambda method, headers: fault
+    blobs = blobs_at(front.url, fresh_run)
+    for ask in (lambda: blobs.get(REF), lambda: anext(blobs.list())):
+        with pytest.raises(kind) as caught:
+            await ask()
+        assert remedy in told(caught).remedy
+    assert len(front.requests) == 2, "nothing is asked twice"
 
 
 async def test_a_server_that_never_answers_is_given_up_after_the_deadline(front: Front, fresh_run: str) -> None:
