@@ -52,6 +52,7 @@ def examine(config: Config | None = None) -> list[Check]:
         _check("checkpoint", lambda: str(checkpoint_dir(config)), "driftline pretrain, or set policy.init"),
         _check("tasks", lambda: task_source(config).task(0, 0).prompt.replace("\n", " ")[:60], "look at [tasks]"),
         _check("sandbox", lambda: _sandbox(config), "grader.sandbox = 'auto' takes the strongest that works here"),
+        Check("policy codec", True, _codec()),
         Check("cores", True, str(os.cpu_count() or 1)),
     ]
 
@@ -66,6 +67,14 @@ def _check(name: str, look: Callable[[], str], remedy: str) -> Check:
 def _packages() -> str:
     wanted = ("nats-py", "msgpack", "zstandard", "pydantic", "reasoning-gym")
     return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in wanted)
+
+
+def _codec() -> str:
+    from driftline.policy_store.native import native
+
+    if native is None:
+        return "numpy: several times slower; install again with a C compiler for the native one"
+    return f"native, {('portable', 'AVX2', 'AVX-512')[native.level()]}"
 
 
 def _torch() -> str:
