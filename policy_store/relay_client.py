@@ -147,7 +147,7 @@ class RelayClient:
                 if refusal is not None:
                     return refusal
                 before = partial.size
-                async for chunk in response.content.iter_any():
+                async for chunk, _ in response.content.iter_chunks():  # as they were received: joined once, at the end
                     partial.add(chunk, peer.peer)
                     if partial.size > ref.size:
                         partial.clear()
