@@ -28,9 +28,10 @@ class CountedBus:
         return await self._bus.publish(subject, message, id=id, expect_last=expect_last)
 
     async def publish_bytes(self, subject: str, data: bytes, *, id: str) -> PubAck:
+        ack = await self._bus.publish_bytes(subject, data, id=id)
         self.calls["publish_bytes"] += 1
         self.sent += len(data)
-        return await self._bus.publish_bytes(subject, data, id=id)
+        return ack
 
     async def get_bytes(self, stream: str, subject: str) -> bytes | None:
         self.calls["get_bytes"] += 1
