@@ -8,11 +8,21 @@ from contextlib import suppress
 import numpy as np
 import pytest
 import zstandard
+from codec_cases import Pair, pairs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from driftline.messages.errors import IntegrityError
-from driftline.policy_store.codec import Codec, apply, encode_delta, encode_full
+from driftline.policy_store.codec import (
+    Changes,
+    Codec,
+    DeltaForm,
+    apply,
+    changes,
+    encode_changes,
+    encode_delta,
+    encode_full,
+)
 from driftline.policy_store.tensor import (
     DTYPES,
     SHARD_BYTES,
@@ -23,61 +33,175 @@ from driftline.policy_store.tensor import (
 )
 
 WIDTHS = st.sampled_from([1, 2, 4, 8])
+FORMS = st.sampled_from(list(DeltaForm))
 
 
-@st.composite
-def changes(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, int]:
-    """Old and new bytes of a shard: any width, any count, any share of changed elements, any bits."""
-    width = draw(WIDTHS)
-    count = draw(st.one_of(st.integers(1, 40), st.integers(1, 6000)))
-    share = draw(st.one_of(st.sampled_from([0.0, 1.0]), st.floats(0, 1)))
-    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
-    old = rng.integers(0, 256, count * width, dtype=np.uint8)
-    new = old.copy()
-    elements = new.view(f"<u{width}")
-    moved = rng.random(count) < share
-    values = rng.integers(0, 256, count * width, dtype=np.uint8).view(f"<u{width}")
-    if draw(st.booleans()):
-        values = elements ^ elements.dtype.type(1)
-    elements[moved] = values[moved]
-    return old, new, width
-
-
-@given(changes())
-@settings(max_examples=300, deadline=None)
-def test_a_delta_applied_to_its_base_gives_the_new_bytes(change: tuple[np.ndarray, np.ndarray, int]) -> None:
-    old, new, width = change
-    encoded = encode_delta(old, new, width)
-    out = old.copy()
-    apply(encoded.codec, encoded.payload, out, width)
-    assert np.array_equal(out, new)
-    assert encoded.changed == np.count_nonzero(old.view(f"<u{width}") != new.view(f"<u{width}"))
+@given(pairs(), FORMS)
+@settings(max_examples=400, deadline=None)
+def test_a_delta_applied_to_its_base_gives_the_new_bytes(pair: Pair, form: DeltaForm) -> None:
+    old_n, new_n = pair.elements
+    encoded = encode_delta(pair.old, pair.new, pair.width, exponent=pair.exponent, form=form)
+    out = pair.old.copy()
+    apply(encoded.codec, encoded.payload, out, pair.width, exponent=pair.exponent)
+    assert np.array_equal(out, pair.new)
+    assert encoded.changed == np.count_nonzero(old_n != new_n)
     assert (encoded.codec is Codec.UNCHANGED) == (encoded.payload == b"") == (encoded.changed == 0)
 
 
-@given(changes())
-@settings(max_examples=100, deadline=None)
-def test_a_full_needs_no_base(change: tuple[np.ndarray, np.ndarray, int]) -> None:
-    garbage, new, width = change
-    encoded = encode_full(new, width)
-    out = garbage.copy()
-    apply(encoded.codec, encoded.payload, out, width)
-    assert np.array_equal(out, new)
+@given(pairs(), FORMS)
+@settings(max_examples=200, deadline=None)
+def test_a_payload_needs_nothing_but_the_base_to_be_read(pair: Pair, form: DeltaForm) -> None:
+    encoded = encode_delta(pair.old, pair.new, pair.width, exponent=pair.exponent, form=form)
+    out = pair.old.copy()
+    apply(encoded.codec, encoded.payload, out, pair.width)
+    assert np.array_equal(out, pair.new)
 
 
-@given(changes())
+@given(pairs())
 @settings(max_examples=100, deadline=None)
-def test_a_delta_applied_twice_reverts_which_is_why_applying_is_guarded(
-    change: tuple[np.ndarray, np.ndarray, int],
-) -> None:
-    old, new, width = change
-    encoded = encode_delta(old, new, width)
+def test_a_full_needs_no_base(pair: Pair) -> None:
+    encoded = encode_full(pair.new, pair.width)
+    out = pair.old.copy()
+    apply(encoded.codec, encoded.payload, out, pair.width)
+    assert np.array_equal(out, pair.new)
+
+
+@given(pairs())
+@settings(max_examples=100, deadline=None)
+def test_the_fast_form_applied_twice_reverts_which_is_why_applying_is_guarded(pair: Pair) -> None:
+    encoded = encode_delta(pair.old, pair.new, pair.width, form=DeltaForm.FAST)
     if encoded.codec is Codec.FULL:
         return
-    out = old.copy()
+    out = pair.old.copy()
     for _ in range(2):
-        apply(encoded.codec, encoded.payload, out, width)
-    assert np.array_equal(out, old)
+        apply(encoded.codec, encoded.payload, out, pair.width)
+    assert np.array_equal(out, pair.old)
+
+
+@given(pairs(), FORMS)
+@settings(max_examples=300, deadline=None)
+def test_the_changes_of_a_payload_are_what_it_does_to_the_base(pair: Pair, form: DeltaForm) -> None:
+    old_n, new_n = pair.elements
+    encoded = encode_delta(pair.old, pair.new, pair.width, exponent=pair.exponent, form=form)
+    before = pair.old.copy()
+    before.flags.writeable = False
+    found = changes(encoded.codec, encoded.payload, before, pair.width, exponent=pair.exponent)
+    if encoded.codec in (Codec.DENSE, Codec.FULL):
+        assert found is None
+        return
+    assert found is not None
+    assert found.at.dtype == np.int32
+    assert found.at.tolist() == np.flatnonzero(old_n != new_n).tolist()
+    assert np.array_equal(found.xor, (old_n ^ new_n)[found.at])
+    assert found.xor.dtype == old_n.dtype
+
+
+@given(pairs(), FORMS)
+@settings(max_examples=300, deadline=None)
+def test_changes_found_elsewhere_give_the_bytes_of_the_whole_shards(pair: Pair, form: DeltaForm) -> None:
+    old_n, new_n = pair.elements
+    at = np.flatnonzero(old_n != new_n).astype(np.int32)
+    found = Changes(at, (old_n ^ new_n)[at])
+    before = pair.old.copy()
+    encoded = encode_changes(before, found, pair.width, exponent=pair.exponent, form=form)
+    assert encoded == encode_delta(pair.old, pair.new, pair.width, exponent=pair.exponent, form=form)
+    assert np.array_equal(before, pair.old)
+
+
+BASE = np.arange(400, dtype=np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("at", "xor"),
+    [
+        ([3, 3], [1, 1]),
+        ([5, 4], [1, 1]),
+        ([-1, 4], [1, 1]),
+        ([4, 200], [1, 1]),
+        ([4, 5], [1, 0]),
+        ([4, 5], [1]),
+    ],
+    ids=["repeated", "descending", "negative", "beyond the shard", "changes nothing", "fewer values"],
+)
+def test_changes_that_are_no_changes_are_refused_before_anything_is_read(at: list[int], xor: list[int]) -> None:
+    with pytest.raises(IntegrityError) as caught:
+        encode_changes(BASE, Changes(np.asarray(at, np.int32), np.asarray(xor, np.uint16)), 2)
+    assert caught.value.field == "changes"
+
+
+@pytest.mark.parametrize(("at", "xor"), [(np.int64, np.uint16), (np.int32, np.uint32), (np.int32, np.int16)])
+def test_changes_of_another_type_are_refused(at: type, xor: type) -> None:
+    with pytest.raises(IntegrityError) as caught:
+        encode_changes(BASE, Changes(np.asarray([3], at), np.asarray([1], xor)), 2)
+    assert caught.value.field == "changes"
+
+
+def adam_step(count: int, share: float, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """bfloat16 weights N(0, 0.02) and what an optimizer's step leaves: small weights move, large ones seldom."""
+    old = (rng.standard_normal(count).astype(np.float32) * np.float32(0.02)).view(np.uint32)
+    values = old.view(np.float32)
+    moved = values + (rng.standard_normal(count) * share).astype(np.float32)
+    bits = [(np.asarray(x, np.float32).view(np.uint32) + 0x8000 >> 16).astype(np.uint16) for x in (values, moved)]
+    return bits[0], bits[1]
+
+
+def entropy_percent(old: np.ndarray, new: np.ndarray) -> float:
+    """What an ideal coder of positions and XOR values that knows nothing of the weights needs, in percent of the raw size."""
+    changed = old != new
+    p = np.count_nonzero(changed) / changed.size
+    _, counts = np.unique((old ^ new)[changed], return_counts=True)
+    q = counts / counts.sum()
+    return float(100 / 16 * (-p * np.log2(p) - (1 - p) * np.log2(1 - p) - p * (q * np.log2(q)).sum()))
+
+
+@pytest.mark.parametrize(("step", "share_of_bound"), [(2.3e-7, 0.7), (1e-6, 0.75), (1e-5, 0.8)])
+def test_the_small_form_is_well_below_what_entropy_allows_a_coder_blind_to_the_weights(step: float, share_of_bound: float) -> None:
+    old, new = adam_step(SHARD_BYTES // 2, step, np.random.default_rng(3))
+    encoded = encode_delta(old.view(np.uint8), new.view(np.uint8), 2, exponent=(7, 8))
+    assert encoded.codec is Codec.RANKED
+    assert 100 * len(encoded.payload) / old.nbytes < share_of_bound * entropy_percent(old, new)
+
+
+def test_a_few_infinities_do_not_empty_the_buckets() -> None:
+    old, new = adam_step(SHARD_BYTES // 2, 2.3e-7, np.random.default_rng(4))
+    clean = len(encode_delta(old.view(np.uint8), new.view(np.uint8), 2, exponent=(7, 8)).payload)
+    for bits in (old, new):
+        bits[1000::5000] = 0x7F80
+    spoiled = len(encode_delta(old.view(np.uint8), new.view(np.uint8), 2, exponent=(7, 8)).payload)
+    assert spoiled < 1.02 * clean
+
+
+def test_a_tensor_scaled_as_a_whole_takes_the_planes_where_they_are_smaller() -> None:
+    rng = np.random.default_rng(5)
+    old = (rng.standard_normal(100_000).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    new = old ^ np.uint16(0x8000)
+    encoded = encode_delta(old.view(np.uint8), new.view(np.uint8), 2, exponent=(7, 8))
+    assert encoded.codec is Codec.DENSE
+    assert len(encoded.payload) < 0.01 * old.nbytes
+
+
+def test_a_payload_of_another_dtype_is_refused_by_name() -> None:
+    old, new = adam_step(4096, 1e-5, np.random.default_rng(6))
+    encoded = encode_delta(old.view(np.uint8), new.view(np.uint8), 2, exponent=(7, 8))
+    with pytest.raises(IntegrityError, match="another dtype"):
+        apply(encoded.codec, encoded.payload, old.view(np.uint8), 2, exponent=(10, 5))
+
+
+def test_a_ranked_delta_on_other_weights_raises_or_gives_bytes_a_digest_refuses() -> None:
+    old, new = adam_step(100_000, 1e-6, np.random.default_rng(7))
+    other, _ = adam_step(100_000, 1e-6, np.random.default_rng(8))
+    encoded = encode_delta(old.view(np.uint8), new.view(np.uint8), 2, exponent=(7, 8))
+    out = other.copy()
+    with suppress(IntegrityError):
+        apply(encoded.codec, encoded.payload, out.view(np.uint8), 2)
+    assert not np.array_equal(out, new)
+
+
+def test_weights_that_cannot_be_written_are_left_alone() -> None:
+    out = np.zeros(4, np.uint8)
+    out.flags.writeable = False
+    with pytest.raises(IntegrityError, match="cannot be written"):
+        apply(Codec.FULL, encode_full(np.ones(4, np.uint8), 2).payload, out, 2)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.01, 0.1, 0.3, 0.5, 0.8, 1.0])
@@ -88,14 +212,17 @@ def test_a_whole_shard_round_trips_at_every_density(share: float, width: int) ->
     new = old.copy()
     elements = new.view(f"<u{width}")
     elements[rng.random(elements.size) < share] ^= elements.dtype.type(3)
-    encoded = encode_delta(old, new, width)
-    out = old.copy()
-    apply(encoded.codec, encoded.payload, out, width)
-    assert np.array_equal(out, new)
-    if 0 < share < 0.39:
-        assert encoded.codec is Codec.SPARSE
-    if share in (0.5, 0.8):
-        assert encoded.codec is Codec.DENSE
+    for form in DeltaForm:
+        encoded = encode_delta(old, new, width, form=form)
+        out = old.copy()
+        apply(encoded.codec, encoded.payload, out, width)
+        assert np.array_equal(out, new)
+        if form is DeltaForm.FAST and 0 < share < 0.39:
+            assert encoded.codec is Codec.SPARSE
+        if form is DeltaForm.FAST and share in (0.5, 0.8):
+            assert encoded.codec is Codec.DENSE
+        if form is DeltaForm.SMALL and 0 < share < 0.2:
+            assert encoded.codec is Codec.RANKED
 
 
 @pytest.mark.parametrize("gap", [0, 1, 254, 255, 256, 509, 510, 511, 100_000])
@@ -104,11 +231,12 @@ def test_gaps_around_the_escape_are_exact(gap: int) -> None:
     new = old.copy()
     positions = [gap, gap + 1 + gap, min(gap + 1 + gap + 1, old.size // 2 - 1)]
     new.view("<u2")[positions] = 7
-    encoded = encode_delta(old, new, 2)
-    out = old.copy()
-    apply(encoded.codec, encoded.payload, out, 2)
-    assert encoded.codec is Codec.SPARSE
-    assert np.array_equal(out, new)
+    for form, codec in ((DeltaForm.FAST, Codec.SPARSE), (DeltaForm.SMALL, Codec.RANKED)):
+        encoded = encode_delta(old, new, 2, form=form)
+        out = old.copy()
+        apply(encoded.codec, encoded.payload, out, 2)
+        assert encoded.codec is codec
+        assert np.array_equal(out, new)
 
 
 def test_nan_payloads_and_signed_zeros_survive() -> None:
@@ -128,24 +256,24 @@ def test_a_change_of_the_high_byte_alone_is_seen() -> None:
     assert encoded.changed == 2
 
 
-@given(changes(), st.data())
+@given(pairs(), FORMS, st.data())
 @settings(max_examples=300, deadline=None)
-def test_a_damaged_payload_is_refused_or_gives_bytes_a_digest_refuses(
-    change: tuple[np.ndarray, np.ndarray, int], data: st.DataObject
-) -> None:
+def test_a_damaged_payload_is_refused_or_gives_bytes_a_digest_refuses(pair: Pair, form: DeltaForm, data: st.DataObject) -> None:
     """The codec never crashes, hangs or writes outside the shard; that the bytes are right is the digest's to say."""
-    old, new, width = change
-    encoded = encode_delta(old, new, width)
+    encoded = encode_delta(pair.old, pair.new, pair.width, exponent=pair.exponent, form=form)
     if not encoded.payload:
         return
     payload = bytearray(encoded.payload)
     bit = data.draw(st.integers(0, len(payload) * 8 - 1))
     payload[bit // 8] ^= 1 << bit % 8
     cut = data.draw(st.sampled_from([len(payload), len(payload) - 1, len(payload) // 2]))
-    out = old.copy()
+    around = np.full(pair.old.size + 256, 0xA5, np.uint8)
+    out = around[128:-128]
+    out[:] = pair.old
     with suppress(IntegrityError):
-        apply(encoded.codec, bytes(payload[:cut]), out, width)
-    assert out.size == new.size
+        apply(encoded.codec, bytes(payload[:cut]), out, pair.width)
+    assert (around[:128] == 0xA5).all()
+    assert (around[-128:] == 0xA5).all()
 
 
 @given(st.binary(max_size=200), st.sampled_from(list(Codec)), WIDTHS)
