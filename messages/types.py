@@ -307,7 +307,8 @@ class LearnerOwner(Message):
 
 class RelayPeer(Message):
     """Control event: an engine that passes packs of policy versions on, and where. It says so again, with a larger `beat`, for as long as it
-    does. `token` is what it asks of who asks it: a secret of this process's life, for those who may read the run's control stream."""
+    does. `token` is what it asks of who asks it: a secret of this process's life, for those who may read the run's control stream.
+    `certificate` is the SHA-256 of the one it shows (empty: it does not speak TLS)."""
 
     schema_name: ClassVar[str] = "relay_peer"
 
@@ -315,6 +316,7 @@ class RelayPeer(Message):
     host: str = Field(pattern=r"^[A-Za-z0-9._:-]+$", max_length=255)
     port: int = Field(ge=1, le=65535)
     token: str = Field(pattern=r"^[0-9a-f]{32,128}$", repr=False)
+    certificate: str = Field(default="", pattern=r"^([0-9a-f]{64})?$")
     beat: int = Field(ge=0)
     at: float
     leaving: bool = False

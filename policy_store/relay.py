@@ -27,6 +27,7 @@ from driftline.policy_store.cache import CachedBlobs
 from driftline.policy_store.relay_client import Partial, Refusal, RelayClient
 from driftline.policy_store.relay_peers import BEAT_S, GONE_S, Peers
 from driftline.policy_store.relay_server import RelayServer
+from driftline.policy_store.relay_tls import make_identity
 from driftline.policy_store.relay_tree import order, parent
 
 __all__ = ["Relay", "RelayBlobs", "RelayCounts", "RelaySettings", "View"]
@@ -154,7 +155,8 @@ class RelayBlobs:
 @dataclass(frozen=True)
 class RelaySettings:
     """Seconds and bytes. `host` is listened on, `advertise` is what others call it by, `port` 0 takes a free one. An answer that is not
-    there within `hold_s` is "not yet"; a peer from which nothing comes for `silence_s` longer is given up."""
+    there within `hold_s` is "not yet"; a peer from which nothing comes for `silence_s` longer is given up. `tls`: only under TLS is what
+    passes between engines hidden from who shares their network."""
 
     host: str = "127.0.0.1"
     advertise: str = ""
@@ -162,6 +164,7 @@ class RelaySettings:
     fanout: int = 4
     cache_bytes: int = 2 * 2**30
     wait_s: float = 10.0
+    tls: bool = False
     hold_s: float = 1.0
     silence_s: float = 3.0
     beat_s: float = BEAT_S
@@ -197,11 +200,12 @@ class Relay:
         address cannot be listened on, and BrokerDenied when the run's credentials do not allow announcing it."""
         how = self._settings
         async with asyncio.TaskGroup() as tasks, self._client:
-            await self.server.start(how.host, how.port, tasks)
+            identity = await asyncio.to_thread(make_identity, self.peers.me) if how.tls else None
+            await self.server.start(how.host, how.port, tasks, identity.context if identity is not None else None)
             try:
                 port = self.server.port
                 following = tasks.create_task(self.peers.follow(), name="relay peers")
-                beating = tasks.create_task(self.peers.beat(how.address, port), name="relay beat")
+                beating = tasks.create_task(self.peers.beat(how.address, port, identity.fingerprint if identity is not None else ""), name="relay beat")
                 await self.peers.caught_up(KNOWN_S)
                 log.info("relay serving", peer=self.peers.me, host=how.address, port=port, peers=len(self.peers.live()))
                 try:

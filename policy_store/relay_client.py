@@ -31,7 +31,7 @@ class Refusal(StrEnum):
     """Why a peer did not give a pack."""
 
     UNREACHABLE = "unreachable"
-    """No connection, or not HTTP."""
+    """No connection, not HTTP, or not the certificate that it announced."""
     SILENT = "silent"
     """Connected, and no answer or no further byte for `silence_s`."""
     CUT = "cut"
@@ -135,14 +135,15 @@ class RelayClient:
         session, ref = self._session, partial.ref
         if session is None:
             return Refusal.UNREACHABLE
-        url = URL.build(scheme="http", host=peer.host, port=peer.port, path=f"/packs/{ref.digest}",
+        url = URL.build(scheme="https" if peer.certificate else "http", host=peer.host, port=peer.port, path=f"/packs/{ref.digest}",
                         query={"size": str(ref.size), "chunks": str(ref.chunks), "peer": self._me, "hold": f"{hold_s:g}"})
+        ssl = aiohttp.Fingerprint(bytes.fromhex(peer.certificate)) if peer.certificate else True
         headers = {"Authorization": f"Bearer {peer.token}"}
         if partial.size:
             headers["Range"] = f"bytes={partial.size}-"
         before = partial.size
         try:
-            async with asyncio.timeout(self._wait_s + hold_s), session.get(url, headers=headers, allow_redirects=False) as response:
+            async with asyncio.timeout(self._wait_s + hold_s), session.get(url, headers=headers, ssl=ssl, allow_redirects=False) as response:
                 refusal = _judge(response, partial)
                 if refusal is not None:
                     return refusal

@@ -77,7 +77,7 @@ class Peers:
         self._subjects = Subjects(run)
         self._stream = self._subjects.stream("CONTROL")
         self._membership = Membership(me, gone_s=gone_s)
-        self._address: tuple[str, int] | None = None
+        self._address: tuple[str, int, str] | None = None
         self._beats = 0
         self._caught_up = asyncio.Event()
 
@@ -118,9 +118,9 @@ class Peers:
                 log.warning("peers not followed", cause=str(error))
             await asyncio.sleep(self._beat_s)
 
-    async def beat(self, host: str, port: int) -> None:
+    async def beat(self, host: str, port: int, certificate: str = "") -> None:
         """Say where we serve, again and again. BrokerDenied when the credentials do not allow it."""
-        self._address = host, port
+        self._address = host, port, certificate
         while True:
             await self._say(leaving=False)
             await asyncio.sleep(self._beat_s)
@@ -139,9 +139,10 @@ class Peers:
 
     async def _say(self, *, leaving: bool) -> None:
         assert self._address is not None
-        host, port = self._address
+        host, port, certificate = self._address
         self._beats += 1
-        peer = RelayPeer(run=self._run, peer=self.me, host=host, port=port, token=self.token, beat=self._beats, at=time.time(), leaving=leaving)
+        peer = RelayPeer(run=self._run, peer=self.me, host=host, port=port, token=self.token, certificate=certificate, beat=self._beats,
+                         at=time.time(), leaving=leaving)
         subject = self._subjects.relay(self.me)
         try:
             await self._bus.publish(subject, peer, id=f"{subject}/{self.token}/{self._beats}")

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import re
+import ssl
 from dataclasses import dataclass
 
 import structlog
@@ -87,14 +88,14 @@ class RelayServer:
         assert self._runner is not None
         return int(self._runner.addresses[0][1])
 
-    async def start(self, host: str, port: int, tasks: asyncio.TaskGroup) -> None:
+    async def start(self, host: str, port: int, tasks: asyncio.TaskGroup, tls: ssl.SSLContext | None = None) -> None:
         """Listen; packs that are fetched for others are fetched in `tasks`. ConfigError when the address cannot be had."""
         app = web.Application()
         app.router.add_get("/packs/{digest}", self._pack, allow_head=False)
         runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=STOP_S)
         await runner.setup()
         try:
-            await web.TCPSite(runner, host, port).start()
+            await web.TCPSite(runner, host, port, ssl_context=tls).start()
         except OSError as error:
             await runner.cleanup()
             raise ConfigError(f"cannot listen: {error.strerror or error}", field="relay.port", value=f"{host}:{port}",

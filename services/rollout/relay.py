@@ -27,11 +27,12 @@ def peer_name(host: str, instance: str) -> str:
 
 
 def relay_of(bus: Bus, origin: BlobStore, config: Config, instance: str) -> Relay:
-    """The relay of engine `instance`; a fixed port is the first engine's, and each other's on a machine is that plus its instance."""
+    """The relay of engine `instance`; a fixed port is the first engine's, and each other's on a machine is that plus its instance. What
+    passes between engines is as private as what they say to the broker: under TLS exactly where that is."""
     relay = config.relay
     port = relay.port + (int(instance) if relay.port and instance.isdigit() else 0)
     settings = RelaySettings(host=relay.host, advertise=relay.advertise, port=port, fanout=relay.fanout, cache_bytes=relay.cache_bytes,
-                             wait_s=relay.wait_s)
+                             wait_s=relay.wait_s, tls=bool(config.broker.credentials))
     return Relay(bus, config.run.name, peer_name(socket.gethostname(), instance), origin, settings)
 
 

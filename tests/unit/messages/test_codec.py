@@ -79,7 +79,7 @@ SAMPLES: dict[str, Message] = {
     "outcome": OutcomeEvent(run="r", group="g0", outcome=Outcome.STALE, reason="lag 3", version=7, lag=3, at=2.0),
     "retried": Retried(run="r", group=group("r").model_copy(update={"attempt": 1, "wanted": (1,)}), at=2.5),
     "owner": LearnerOwner(run="r", epoch=2, beat=3, host="h", pid=4, boot="b", at=5.0),
-    "relay_peer": RelayPeer(run="r", peer="h-0", host="10.0.0.7", port=4711, token="0" * 32, beat=3, at=5.0),
+    "relay_peer": RelayPeer(run="r", peer="h-0", host="10.0.0.7", port=4711, token="0" * 32, certificate="0" * 64, beat=3, at=5.0),
     "recorded": RecordedGroup(
         run="r", version=1, group=group("r"), members=(Graded(run="r", trajectory=trajectory("r"), reward=0.5),)
     ),

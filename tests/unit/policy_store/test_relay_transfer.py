@@ -19,6 +19,7 @@ from driftline.policy_store.cache import CachedBlobs
 from driftline.policy_store.relay import WRONG_S, RelaySettings
 from driftline.policy_store.relay_client import Refusal, RelayClient
 from driftline.policy_store.relay_server import MAX_PACK_BYTES, RelayServer
+from driftline.policy_store.relay_tls import make_identity
 from driftline.policy_store.relay_tree import before
 
 PACK = os.urandom(700_000)
@@ -28,13 +29,15 @@ FIRST, SECOND, THIRD = ahead_of(ME, REF.digest, 3)  # THIRD is whom ME asks firs
 
 
 @asynccontextmanager
-async def served(origin: MemoryBlobs, name: str = THIRD, *, uploads: int = 4, send_s: float = 30.0) -> AsyncIterator[tuple[RelayServer, RelayPeer]]:
+async def served(origin: MemoryBlobs, name: str = THIRD, *, uploads: int = 4, send_s: float = 30.0, tls: bool = False) -> AsyncIterator[tuple[RelayServer, RelayPeer]]:
     """A real server over a cache over `origin`."""
+    identity = make_identity(name) if tls else None
     server = RelayServer(CachedBlobs(origin, MemoryBlobs(), max_bytes=2**24), name, TOKEN, uploads=uploads, send_s=send_s)
     async with asyncio.TaskGroup() as tasks:
-        await server.start("127.0.0.1", 0, tasks)
+        await server.start("127.0.0.1", 0, tasks, identity.context if identity else None)
         try:
-            yield server, RelayPeer(run="r", peer=name, host="127.0.0.1", port=server.port, token=TOKEN, beat=1, at=0.0)
+            yield server, RelayPeer(run="r", peer=name, host="127.0.0.1", port=server.port, token=TOKEN, beat=1, at=0.0,
+                                    certificate=identity.fingerprint if identity else "")
         finally:
             await server.stop()
 
@@ -61,6 +64,33 @@ async def test_a_pack_comes_from_a_peer_and_not_from_the_origin() -> None:
         assert (blobs.counts.hits, blobs.counts.bytes, blobs.counts.origin_bytes) == (1, len(PACK), 0)
         assert (server.counts.served, server.counts.served_bytes) == (1, len(PACK))
     assert not mine.reads
+
+
+async def test_under_tls_too_and_only_from_the_process_that_announced_itself() -> None:
+    mine, theirs = await origin_with(PACK), await origin_with(PACK)
+    async with served(theirs, tls=True) as (server, peer):
+        async with asking(Known(ME, peer), mine) as blobs:
+            assert await blobs.get(REF) == PACK
+            assert (blobs.counts.hits, server.counts.served) == (1, 1)
+        between = peer.model_copy(update={"certificate": make_identity(peer.peer).fingerprint})
+        view = Known(ME, between)
+        async with asking(view, mine) as blobs:
+            assert await blobs.get(REF) == PACK
+            assert (blobs.counts.hits, set(view.avoided)) == (0, {THIRD})
+        assert (server.counts.served, server.counts.refused) == (1, 0)  # whoever was there was told nothing, not even the token
+
+
+async def test_a_peer_that_announced_tls_is_never_asked_without() -> None:
+    heads: list[bytes] = []
+
+    async def listens(head: bytes, writer: asyncio.StreamWriter) -> None:
+        heads.append(head)
+
+    async with scripted(THIRD, listens) as peer:
+        claimed = peer.model_copy(update={"certificate": "0" * 64})
+        async with asking(Known(ME, claimed), await origin_with(PACK)) as blobs:
+            assert await blobs.get(REF) == PACK
+    assert not heads
 
 
 async def test_a_range_is_the_rest_of_the_pack() -> None:
