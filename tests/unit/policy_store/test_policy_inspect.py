@@ -38,7 +38,7 @@ async def test_a_version_is_shown_with_its_tensors_and_codecs(reader: PolicyRead
     detail = await show(reader, 4)
     tensors = {row.name: row for row in detail.tensors}
     assert (detail.parent, detail.chain_from, detail.consumed) == (3, 3, ("g4",))
-    assert tensors["layers.0.weight"].codecs == {"sparse": 2}
+    assert tensors["layers.0.weight"].codecs == {"ranked": 2}
     assert tensors["frozen"].codecs == {"unchanged": 1}
     assert tensors["empty"].codecs == {}
 
