@@ -32,7 +32,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -269,7 +269,7 @@ async def many(count: int, folder: Path) -> list[Row]:
     rng = np.random.default_rng(3)
     weights = (rng.standard_normal(MIB, np.float32) * np.float32(0.02)).view(np.uint32) >> 16
     bits = weights.astype(np.uint16)
-    published, settled, sizes = [], [], {}
+    published, settled, joined, sizes = [], [], [], {}
     with tempfile.TemporaryDirectory(prefix="policy-scale-", dir=folder) as place:
         server = NatsServer(Path(place) / "nats")
         await server.start()
@@ -289,7 +289,8 @@ async def many(count: int, folder: Path) -> list[Row]:
                     await heard.until(version)
                     settled.append(time.perf_counter() - began)
                     if version + 1 in (STRETCH, count):
-                        sizes[version + 1] = await stream_bytes(server.url)
+                        sizes[version + 1] = await stream_bytes(server.url) | {"process": status("RssAnon")}
+                        joined.append(await joining(server.url, version))
                 service.cancel()
                 await asyncio.wait([service])
         finally:
@@ -303,8 +304,25 @@ async def many(count: int, folder: Path) -> list[Row]:
         first, last = (sizes[at][plane] / MIB for at in (STRETCH, count))
         rows.append(row(f"{count} versions: bytes in the {plane} stream", last, "MiB", f"after {STRETCH}", first, first / last, None,
                         f"{KEEP} versions kept"))
+    rows.append(row(f"{count} versions: a reader joins", 1e3 * joined[1], "ms", f"after {STRETCH}", 1e3 * joined[0], joined[0] / joined[1], None,
+                    "connects, finds the head and reads its version"))
+    first, last = (sizes[at]["process"] / MIB for at in (STRETCH, count))
+    rows.append(row(f"{count} versions: anonymous memory of writer and service", last, "MiB", f"after {STRETCH}", first, first / last, None,
+                    "one process; RssAnon"))
     print_rows(rows)
     return rows
+
+
+async def joining(url: str, version: int) -> float:
+    began = time.perf_counter()
+    async with await NatsBus.connect(url, name="joiner") as bus:
+        reader = PolicyReader(bus, JetStreamBlobs(bus, RUN), RUN)
+        async with aclosing(reader.watch()) as heads:
+            async for head in heads:
+                await reader.materialise(head.version)
+                break
+    assert head.version == version
+    return time.perf_counter() - began
 
 
 async def stream_bytes(url: str) -> dict[str, int]:
