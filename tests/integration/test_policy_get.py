@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from policy_commands import declared, policy
 
+from driftline.messages.blobs import BlobRef
+from driftline.messages.errors import IntegrityError
 from driftline.policy_store import HostTensor, JetStreamBlobs, PolicyReader, PolicyWriter, state_digest
 from driftline.policy_store.exchange import ModelFolder
 from driftline.policy_store.pins import pins
@@ -20,24 +22,43 @@ def large(tensors: int = 3) -> dict[str, HostTensor]:
     return {f"w{n}": HostTensor.from_numpy(rng.integers(0, 2**32, 1_000_000, np.uint32)) for n in range(tensors)}
 
 
-async def test_an_interrupted_get_reads_only_what_it_lacks(nats_url: str, fresh_run: str, tmp_path: Path) -> None:
+async def test_an_interrupted_get_reads_only_what_it_lacks(
+    nats_url: str, fresh_run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     state = large(9)  # more packs than are asked for at once, so the first is home before the last is missed
     async with declared(nats_url, fresh_run) as bus:
         store = JetStreamBlobs(bus, fresh_run)
         writer = PolicyWriter(bus, store, fresh_run)
         await writer.resume()
         manifest = await writer.publish(state, version=0, learner_step=0)
-        assert len(packs := manifest.packs) >= 5
-        late = await store.get(packs[-1].ref)
-        await store.delete(packs[-1].ref)
-        cut = await policy("get", fresh_run, 0, "-o", tmp_path / "out", url=nats_url)
-        assert cut.code == 1
-        assert packs[-1].digest in cut.err
+        asked: list[str] = []
+        original = JetStreamBlobs.get
+
+        async def until_the_last(self: JetStreamBlobs, ref: BlobRef) -> bytes:
+            asked.append(ref.digest)
+            if ref.digest == manifest.packs[-1].digest:
+                raise IntegrityError("cut off", field="blob", value=ref.digest)
+            return await original(self, ref)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(JetStreamBlobs, "get", until_the_last)
+            cut = await policy("get", fresh_run, 0, "-o", tmp_path / "out", url=nats_url)
+        assert cut.code == 1, cut
+        assert "cut off" in cut.err
         assert os.listdir(tmp_path) == ["out.packs"]
-        await store.put(late)
-        await store.delete(packs[0].ref)  # it is at home already: nobody asks the store for it again
-        done = await policy("get", fresh_run, 0, "-o", tmp_path / "out", "--json", url=nats_url)
+        first = set(asked)
+        asked.clear()
+
+        async def counted(self: JetStreamBlobs, ref: BlobRef) -> bytes:
+            asked.append(ref.digest)
+            return await original(self, ref)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(JetStreamBlobs, "get", counted)
+            done = await policy("get", fresh_run, 0, "-o", tmp_path / "out", "--json", url=nats_url)
         assert done.code == 0, done
+        assert manifest.packs[0].digest in first - set(asked)
+        assert manifest.packs[-1].digest in asked
         assert os.listdir(tmp_path) == ["out"]
         assert done.document["digest"] == manifest.digest
         found = ModelFolder.open(tmp_path / "out")
