@@ -92,28 +92,20 @@ class Peers:
         self._membership.avoid(peer, time.monotonic() + seconds)
 
     async def caught_up(self, wait_s: float) -> None:
-        """Until the beats that were stored before we came are known; at most `wait_s`."""
+        """Until the beats that were stored before our first one are known, which is when we hear that; at most `wait_s`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
                 await self._caught_up.wait()
 
     async def follow(self) -> None:
-        following = self._subjects.relay("*")
-        start, before = 1, -1
+        following, start = self._subjects.relay("*"), 1
         while True:
             try:
-                if before < 0:
-                    last = await self._bus.last(self._stream, following)
-                    before = last.seq if last is not None else 0
-                if start > before:
-                    self._caught_up.set()
                 async with aclosing(self._bus.follow(self._stream, following, start=start)) as events:  # type: ignore[type-var]
                     async for stored in events:
                         start = stored.seq + 1
                         if isinstance(stored.message, RelayPeer):
-                            self._hear(stored.message, history=stored.seq <= before)
-                        if start > before:
-                            self._caught_up.set()
+                            self._hear(stored.message)
             except BrokerUnavailable as error:  # the packs have another way
                 log.warning("peers not followed", cause=str(error))
             await asyncio.sleep(self._beat_s)
@@ -132,9 +124,11 @@ class Peers:
                 async with asyncio.timeout(LEAVE_S):
                     await self._say(leaving=True)
 
-    def _hear(self, peer: RelayPeer, *, history: bool) -> None:
-        # A stored beat may be of a process long gone; by the wall clocks it is at most put off until its next one.
-        if not history or abs(time.time() - peer.at) < self._gone_s:
+    def _hear(self, peer: RelayPeer) -> None:
+        if peer.token == self.token:
+            self._caught_up.set()
+        # What was said before our first beat may be of a process long gone; where clocks disagree it counts from its next one on.
+        if self._caught_up.is_set() or abs(time.time() - peer.at) < self._gone_s:
             self._membership.hear(peer, time.monotonic())
 
     async def _say(self, *, leaving: bool) -> None:

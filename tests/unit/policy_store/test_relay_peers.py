@@ -109,14 +109,15 @@ async def test_who_comes_later_knows_at_once_who_is_there_and_not_who_once_was(b
     for name, at in (("now", time.time()), ("long-ago", time.time() - 3600)):
         await bus.publish(subjects.relay(name), peer(name, run=fresh_run, at=at), id=name)
     late = Peers(bus, fresh_run, "late")
-    following = asyncio.create_task(late.follow())
+    running = [asyncio.create_task(work) for work in (late.follow(), late.beat("h", 1))]
     await late.caught_up(30.0)
     assert set(late.live()) == {"now"}
     # What is said from now on counts whatever the clock over there says.
     await bus.publish(subjects.relay("long-ago"), peer("long-ago", run=fresh_run, at=time.time() - 3600, beat=2), id="again")
     await until(lambda: set(late.live()) == {"now", "long-ago"}, "its beat was not heard")
-    following.cancel()
-    await asyncio.wait([following])
+    for task in running:
+        task.cancel()
+    await asyncio.wait(running)
 
 
 async def test_the_secret_is_in_no_log_line(fresh_run: str) -> None:
