@@ -454,29 +454,29 @@ def main() -> None:
 
     chosen = given.settings or SETTINGS[given.model]
     load = os.getloadavg()[0]
-    measured = [
-        Series.measure(str(setting), training_of(given.model, setting, given.steps, given.weights), given.threads)
-        for setting in map(Setting.parse, chosen.split(","))
-    ]
-    rows = [entry for series in measured for entry in series.rows(given.threads)]
-    for entry in rows:
-        cells = ["-" if entry[k] is None else f"{entry[k]:.4g}" for k in ("ours", "peer_value", "ratio", "bound")]
-        print(f"{entry['case']:84} {' '.join(f'{cell:>8}' for cell in cells)}  {entry['unit']}")
     commit = given.commit or subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-    result = {
-        "command": f"python benchmarks/policy_updates.py --model {given.model} --settings {chosen} --steps {given.steps} --device {given.device}"
-                   + (f" --weights {given.weights.name}" if given.weights else ""),
+    path = given.out / given.device / f"policy_updates_{given.model}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    result: dict[str, Any] = {
+        "command": f"python benchmarks/policy_updates.py --model {given.model} --settings {chosen} --steps {given.steps} --device {given.device} "
+                   f"--threads {given.threads}" + (f" --weights {given.weights.name}" if given.weights else ""),
         "commit": commit,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "device": given.device,
         "note": f"{given.steps} optimizer steps of real training for each setting; every delta applied and every published version followed, bit for bit. "
                 f"{NOTES[given.model]} Load average at the start {load:.1f}.",
-        "rows": rows,
-        "series": {series.setting: series.series() for series in measured},
+        "rows": [],
+        "series": {},
     }
-    path = given.out / given.device / f"policy_updates_{given.model}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    for setting in map(Setting.parse, chosen.split(",")):
+        series = Series.measure(str(setting), training_of(given.model, setting, given.steps, given.weights), given.threads)
+        rows = series.rows(given.threads)
+        for entry in rows:
+            cells = ["-" if entry[k] is None else f"{entry[k]:.4g}" for k in ("ours", "peer_value", "ratio", "bound")]
+            print(f"{entry['case']:84} {' '.join(f'{cell:>8}' for cell in cells)}  {entry['unit']}", flush=True)
+        result["rows"] += rows
+        result["series"][series.setting] = series.series()
+        path.write_text(json.dumps(result, indent=1) + "\n")  # a setting that was measured is kept, whatever comes after
     print(f"wrote {path}")
 
 
