@@ -21,7 +21,7 @@ from driftline.messages.subjects import Subjects
 from driftline.policy_store.blobs import BlobStore
 from driftline.policy_store.manifest import Link, Manifest, manifest_subject
 from driftline.policy_store.pins import condemn, pins, release
-from driftline.policy_store.reader import PolicyReader
+from driftline.policy_store.reader import PolicyReader, VersionCollected
 from driftline.policy_store.shortcuts import Shortcut, shortcut_subject
 from driftline.policy_store.workers import bounded
 
@@ -232,10 +232,13 @@ async def survey(bus: Bus, reader: PolicyReader) -> dict[str, Version]:
     starts = [] if head is None else [head.link]
     starts += [pin.link for pin in await pins(bus, reader.run)]
     for start in starts:
-        async for manifest in reader.lineage(start):
-            if manifest.seal in known:
-                break
-            known[manifest.seal] = Version.of(manifest)
+        try:
+            async for manifest in reader.lineage(start):
+                if manifest.seal in known:
+                    break
+                known[manifest.seal] = Version.of(manifest)
+        except VersionCollected:
+            continue  # a pin that came too late, and is about to be taken back
     return known
 
 

@@ -149,14 +149,22 @@ async def held(bus: Bus, reader: PolicyReader, version: int, owner: str, *, leas
 
 
 async def _renew(bus: Bus, run: str, link: Link, owner: str, lease_s: float) -> None:
-    while True:
-        await asyncio.sleep(lease_s / 3)
+    lost = False
+
+    def rule(current: Held) -> Held:
+        nonlocal lost
+        lost = not any((pin.link, pin.owner) == (link, owner) for pin in current.pins)
         now = time.time()
-        mine = Pin(link=link, owner=owner, at=now, until=now + lease_s)
+        # One that has lapsed and was taken off stays off: the version may be gone, and a pin on nothing would stop all collection.
+        return current if lost else current._replace(pins=with_pin(current.pins, Pin(link=link, owner=owner, at=now, until=now + lease_s)))
+
+    while not lost:
+        await asyncio.sleep(lease_s / 3)
         try:
-            await _change(bus, run, lambda held, mine=mine: held._replace(pins=with_pin(held.pins, mine)))  # type: ignore[misc]
+            await _change(bus, run, rule)
         except (BrokerUnavailable, HeadConflict) as error:
             log.warning("a lease could not be renewed", version=link.version, owner=owner, cause=str(error))
+    log.warning("a lease has lapsed", version=link.version, owner=owner)
 
 
 async def condemn(bus: Bus, run: str, links: Iterable[Link], seen: Collection[Link]) -> bool:

@@ -480,7 +480,7 @@ async def test_watching_a_run_that_is_not_declared_says_so_and_leaves_no_task_be
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda _, context: complaints.append(context["message"]))
     async with MemoryBus() as bus:
-        heads: AsyncIterator[object] = PolicyReader(bus, MemoryBlobs(), "nobody", outage_s=0.0).watch(poll_s=0.01)
+        heads: AsyncIterator[object] = PolicyReader(bus, MemoryBlobs(), "nobody", outage_s=0.1).watch(poll_s=0.01)
         with pytest.raises(DriftlineError, match="no such stream"):
             await anext(heads)
     gc.collect()
