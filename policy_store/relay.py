@@ -171,7 +171,7 @@ class RelaySettings:
     gone_s: float = GONE_S
 
     def __post_init__(self) -> None:
-        if self.address in ("", "0.0.0.0", "::") or not _HOST.fullmatch(self.address):
+        if self.address in ("0.0.0.0", "::") or not _HOST.fullmatch(self.address):
             raise ConfigError("others cannot call this engine by that", field="relay.advertise", value=self.address,
                               remedy="set relay.advertise to the name or address by which the other engines reach this machine")
 

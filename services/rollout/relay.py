@@ -19,6 +19,8 @@ from driftline.services.telemetry import Reporter
 
 __all__ = ["RelayedReporter", "RelayedRollout", "peer_name", "relay_of"]
 
+EVERYWHERE = ("0.0.0.0", "::")
+
 
 def peer_name(host: str, instance: str) -> str:
     """This engine among all of the run's: its machine and its instance, of letters, digits, _ and -, at most 64."""
@@ -28,10 +30,12 @@ def peer_name(host: str, instance: str) -> str:
 
 def relay_of(bus: Bus, origin: BlobStore, config: Config, instance: str) -> Relay:
     """The relay of engine `instance`; a fixed port is the first engine's, and each other's on a machine is that plus its instance. What
-    passes between engines is as private as what they say to the broker: under TLS exactly where that is."""
+    passes between engines is as private as what they say to the broker: under TLS exactly where that is. One that listens on every address
+    and was not told how it is called is called by its machine's name."""
     relay = config.relay
+    advertise = relay.advertise or (socket.gethostname() if relay.host in EVERYWHERE else "")
     port = relay.port + (int(instance) if relay.port and instance.isdigit() else 0)
-    settings = RelaySettings(host=relay.host, advertise=relay.advertise, port=port, fanout=relay.fanout, cache_bytes=relay.cache_bytes,
+    settings = RelaySettings(host=relay.host, advertise=advertise, port=port, fanout=relay.fanout, cache_bytes=relay.cache_bytes,
                              wait_s=relay.wait_s, tls=bool(config.broker.credentials))
     return Relay(bus, config.run.name, peer_name(socket.gethostname(), instance), origin, settings)
 

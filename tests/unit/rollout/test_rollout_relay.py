@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -116,6 +117,15 @@ def test_a_fixed_port_is_one_for_each_engine_of_a_machine(memory_bus: MemoryBus)
 
     assert [port(7000, instance) for instance in ("0", "3", "gpu-a")] == [7000, 7003, 7000]
     assert port(0, "3") == 0
+
+
+def test_an_engine_that_listens_everywhere_is_called_by_its_machine_s_name_unless_told_otherwise(memory_bus: MemoryBus) -> None:
+    def address(**section: str) -> str:
+        config = tiny("r", relay={"enabled": True, **section})
+        return relay_of(memory_bus, MemoryBlobs(), config, "0")._settings.address
+
+    assert [address(host=host) for host in ("0.0.0.0", "::", "10.0.0.7")] == [socket.gethostname()] * 2 + ["10.0.0.7"]
+    assert address(host="0.0.0.0", advertise="gpu-7.example") == "gpu-7.example"
 
 
 @given(st.text(max_size=300), st.text(max_size=40))
