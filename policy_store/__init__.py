@@ -10,6 +10,7 @@ from driftline.policy_store.blobs import (
 )
 from driftline.policy_store.location import StoreLocated, located_store, open_store
 from driftline.policy_store.manifest import Link, Manifest, PolicyHead, VersionKind
+from driftline.policy_store.model_files import ModelFiles
 from driftline.policy_store.pins import Pins
 from driftline.policy_store.reader import PolicyReader
 from driftline.policy_store.tensor import HostTensor, State, state_digest
@@ -24,6 +25,7 @@ __all__ = [
     "Link",
     "Manifest",
     "MemoryBlobs",
+    "ModelFiles",
     "Pins",
     "PolicyHead",
     "PolicyReader",
