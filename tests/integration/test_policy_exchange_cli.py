@@ -79,6 +79,20 @@ async def test_every_dtype_goes_in_and_comes_out_bit_for_bit(nats_url: str, fres
         assert sorted(os.listdir(tmp_path / f"got{version}")) == ["config.json", "generation_config.json", "model.safetensors"]
 
 
+async def test_a_version_that_was_taken_home_comes_back_as_the_newest(nats_url: str, fresh_run: str, tmp_path: Path) -> None:
+    """Rolling back."""
+    async with declared(nats_url, fresh_run) as bus:
+        await published(bus, fresh_run, 4)
+    assert (await policy("get", fresh_run, 1, "-o", tmp_path / "v1", url=nats_url)).code == 0
+    assert (await policy("import", tmp_path / "v1", "--run", fresh_run, "--as-next", "--version", 4, url=nats_url)).code == 0
+    rows = {row["version"]: row for row in (await policy("ls", fresh_run, "--json", url=nats_url)).document["versions"]}
+    assert rows[4]["digest"] == rows[1]["digest"] != rows[3]["digest"]
+    assert rows[4]["bytes_delta"] < rows[4]["bytes_raw"] / 10
+    again = await policy("import", tmp_path / "v1", "--run", fresh_run, "--as-next", "--version", 4, url=nats_url)
+    assert again.code == 2
+    assert "it would be version 5" in again.err
+
+
 async def test_transformers_loads_what_was_exported_with_the_same_logits(nats_url: str, fresh_run: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
