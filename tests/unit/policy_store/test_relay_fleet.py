@@ -44,6 +44,16 @@ class Follower:
         self._stop.set()
         await self._serving
 
+    async def die(self) -> None:
+        """No good-bye: connections break off in the middle, and nobody listens there any more, while its last beats still count."""
+        runner = self.relay.server._runner
+        assert runner is not None
+        assert runner.server is not None
+        for connection in runner.server.connections:
+            if connection.transport is not None:
+                connection.transport.abort()  # type: ignore[attr-defined]
+        await self.relay.server.stop()
+
     async def move(self, version: int) -> str:
         if self.version < 0:
             self.state = await self.reader.materialise(version)
@@ -124,9 +134,9 @@ async def test_engines_killed_in_the_middle_of_a_version_cost_the_others_little(
         await until(lambda: all(made.origin.reads[digest] for digest in packs), "the roots did not ask the origin")
         root = order(packs[0], [follower.name for follower in made.followers])[0]
         dead = [f for f in made.followers if f.name == root] + [f for f in made.followers if f.name != root][:7]
-        for follower in dead:  # no good-bye: its requests break off, and nobody listens there any more
+        for follower in dead:
             moves[made.followers.index(follower)].cancel()
-            await follower.relay.server.stop()
+            await follower.die()
         made.origin.open.set()
         alive = [follower for follower in made.followers if follower not in dead]
         digests = await asyncio.gather(*(moves[made.followers.index(follower)] for follower in alive))

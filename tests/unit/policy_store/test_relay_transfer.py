@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import aiohttp
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from relay_cases import TOKEN, CountingBlobs, Known, ahead_of, asking, ref_of, reply, scripted, until
 
 from driftline.messages.blobs import BlobRef
@@ -222,6 +225,31 @@ async def test_a_beginning_that_was_a_lie_is_not_blamed_on_who_sent_the_rest() -
             assert blobs.counts.refusals == {Refusal.CUT: 1}
         assert set(view.avoided) == {THIRD}
     assert not mine.reads
+
+
+@given(st.lists(st.tuples(st.integers(0, len(PACK)), st.booleans()), min_size=3, max_size=12), st.booleans())
+@settings(max_examples=25, deadline=None)
+def test_wherever_transfers_break_off_and_whoever_ignores_ranges_the_pack_is_right(cuts: list[tuple[int, bool]], lies: bool) -> None:
+    """Each answer sends so many bytes of what was asked, or of the whole where it does not know ranges; the first may be of another pack."""
+    left = list(cuts)
+
+    async def breaks(head: bytes, writer: asyncio.StreamWriter) -> None:
+        count, ignores = left.pop(0) if left else (len(PACK), False)
+        asked = re.search(rb"Range: bytes=([0-9]+)-", head)
+        start = int(asked.group(1)) if asked and not ignores else 0
+        source = bytes(len(PACK)) if lies and len(left) == len(cuts) - 1 else PACK
+        body, whole = source[start : start + count], source[start:]
+        more = f"Content-Range: bytes {start}-{len(PACK) - 1}/{len(PACK)}\r\n" if start else ""
+        writer.write(reply(body, status="206 Partial Content" if start else "200 OK", length=len(whole), more=more))
+        await writer.drain()
+
+    async def play() -> None:
+        async with AsyncExitStack() as stack:
+            peers = [await stack.enter_async_context(scripted(name, breaks)) for name in (FIRST, SECOND, THIRD)]
+            blobs = await stack.enter_async_context(asking(Known(ME, *peers), await origin_with(PACK)))
+            assert await blobs.get(REF) == PACK
+
+    asyncio.run(play())
 
 
 async def says(answer: bytes, writer: asyncio.StreamWriter) -> None:
