@@ -41,7 +41,7 @@ from driftline.policy_store.codec import encode_changes, encode_delta
 from driftline.policy_store.forms import Changes
 from driftline.policy_store.native import native
 from driftline.policy_store.tensor import SHARD_BYTES, HostTensor, Shard, State, shards_of
-from driftline.services.learner.device_delta import DeviceDelta, ShardContent, Source
+from driftline.services.learner.device_delta import DENSE_SHARE, DeviceDelta, ShardContent, Source
 from driftline.services.rollout.weights import EngineWeights
 
 LR = 1e-6
@@ -173,10 +173,10 @@ def kernel_rows(policy: Policy, kind: str) -> list[Row]:
     found = Comparison(spans(before), spans(after)).run()
     share = float(found.counts.sum()) / elements
     label = f"{kind}, {share:.2%} changed"
-    plain = Comparison(spans(before), spans(after), dense_share=0.4)
+    plain = Comparison(spans(before), spans(after), dense_share=DENSE_SHARE)
     ours = device_seconds(lambda: plain.run(wait=False))
     theirs = device_seconds(lambda: torch_compare(before, after, write=False), rounds=3)
-    ours_peak, their_peak = peak_bytes(lambda: plain.run(wait=False)), peak_bytes(lambda: torch_compare(before, after, write=False))
+    ours_peak, their_peak = peak_bytes(plain.run), peak_bytes(lambda: torch_compare(before, after, write=False))
     note = f"{policy.nbytes / 2**30:.0f} GiB of bfloat16, {len(found.counts)} shards; {100 * 2 * policy.nbytes / ours / 1e9 / copy:.0f} % of the copy"
     rows.append(row(f"{label}: diff", 2 * policy.nbytes / ours / 1e9, "GB/s", "torch nonzero", 2 * policy.nbytes / theirs / 1e9, copy, note))
     rows.append(row(f"{label}: diff, memory beside", ours_peak / 2**20, "MiB", "torch nonzero", their_peak / 2**20))
@@ -185,7 +185,7 @@ def kernel_rows(policy: Policy, kind: str) -> list[Row]:
         for name, parameter in policy.parameters.items():
             parameter.copy_(before[name])
 
-    fused = Comparison(spans(policy.parameters), spans(policy.masters), Rounding.BFLOAT16, dense_share=0.4)
+    fused = Comparison(spans(policy.parameters), spans(policy.masters), Rounding.BFLOAT16, dense_share=DENSE_SHARE)
     reset()
     again = fused.run(write=True)
     check(equal_bits(policy.parameters, after), "round_and_diff wrote other values than torch")
@@ -193,7 +193,7 @@ def kernel_rows(policy: Policy, kind: str) -> list[Row]:
     ours = device_seconds(lambda: fused.run(write=True, wait=False), reset)
     theirs = device_seconds(lambda: torch_compare(policy.parameters, policy.masters, write=True), reset, rounds=3)
     rounding = device_seconds(lambda: [p.copy_(policy.masters[n]) for n, p in policy.parameters.items()])
-    ours_peak = peak_bytes(lambda: fused.run(write=True, wait=False))
+    ours_peak = peak_bytes(lambda: fused.run(write=True))
     moved = 3 * policy.nbytes
     rows.append(row(f"{label}: round_and_diff", moved / ours / 1e9, "GB/s", "torch nonzero", moved / theirs / 1e9, copy,
                     f"master and parameter read once; {100 * moved / ours / 1e9 / copy:.0f} % of the copy"))
@@ -207,17 +207,17 @@ def kernel_rows(policy: Policy, kind: str) -> list[Row]:
     put.run()
     check(equal_bits(policy.parameters, after), "put")
     ours = device_seconds(put.run)
-    wide = {n: torch_indices(before[n], after[n]) for n in before}
-    theirs = device_seconds(lambda: [policy.parameters[n].view(-1).index_copy_(0, at, v) for n, (at, v) in wide.items()])
+    old, new, views = policy.public(before), policy.public(after), policy.public(policy.parameters)
+    wide = {n: torch_indices(old[n], new[n]) for n in old}
+    theirs = device_seconds(lambda: [views[n].view(-1).index_copy_(0, at, v) for n, (at, v) in wide.items()], rounds=3)
     changed = found.at.numel()
-    rows.append(row(f"{label}: put, one launch", 1000 * ours, "ms", "torch index_copy_, a launch a parameter", 1000 * theirs, None,
-                    f"{changed / ours / 1e9:.1f} G changes/s over {len(flat)} shards, values already on the device"))
+    rows.append(row(f"{label}: put, one launch", 1000 * ours, "ms", "torch index_copy_, a launch a tensor", 1000 * theirs, None,
+                    f"{changed / ours / 1e9:.1f} G changes/s over {len(wide)} tensors, values already on the device"))
     reset()
-    one = next(iter(policy.parameters))
+    one = next(iter(wide))
     at, value = wide[one]
-    xor = value.view(torch.int16) ^ before[one].view(torch.int16).view(-1)[at]
-    apply_xor(policy.parameters[one], at.to(torch.int32), xor)
-    check(torch.equal(policy.parameters[one].view(torch.int16), after[one].view(torch.int16)), "apply_xor")
+    apply_xor(views[one], at.to(torch.int32), value.view(torch.int16) ^ old[one].view(torch.int16).view(-1)[at])
+    check(torch.equal(views[one].view(torch.int16), new[one].view(torch.int16)), "apply_xor")
 
     ours = device_seconds(lambda: fingerprint(flat))
     check(torch.equal(fingerprint(flat[:3]).cpu(), reference.fingerprint([s.cpu() for s in flat[:3]])), "fingerprint")
@@ -286,20 +286,27 @@ def encode_rows(policy: Policy, kind: str, pool: ThreadPoolExecutor) -> list[Row
     delta = DeviceDelta(policy.sources, torch.bfloat16)
     mirror = Mirror(policy.public(policy.parameters))
     out_s, packed_s, sizes, shares = [], [], [], []
-    for _ in range(5):
+    for _ in range(6):
         policy.step(kind)
         synchronize()
         began = time.perf_counter()
         started = delta.start()
-        jobs = [pool.submit(mirror.pack, name, contents) for name, contents in started.tensors()]
+        contents = list(started.tensors())
         out_s.append(time.perf_counter() - began)
+        for job in [pool.submit(mirror.pack, *each) for each in contents]:
+            job.result()
+        shares.append(started.changed / (policy.nbytes // 2))
+    for _ in range(3):
+        policy.step(kind)
+        synchronize()
+        began = time.perf_counter()
+        jobs = [pool.submit(mirror.pack, name, contents) for name, contents in delta.start().tensors()]
         sizes.append(sum(job.result() for job in jobs))
         packed_s.append(time.perf_counter() - began)
-        shares.append(started.changed / (policy.nbytes // 2))
     peak = peak_bytes(lambda: step_out(policy, delta))
     today = today_seconds(policy, kind, mirror, pool)
     gb, label = policy.nbytes / 1e9, f"{kind}, {statistics.median(shares):.2%} changed"
-    ours, packed = statistics.median(out_s[1:]), statistics.median(packed_s[1:])
+    ours, packed = statistics.median(out_s[1:]), statistics.median(packed_s)
     return [
         row(f"{label}: masters on the device to changes on the host", gb / ours, "GB/s", None, None, None,
             f"{1000 * ours:.0f} ms; of policy bytes; rounding into the parameters included; device memory beside {peak / 2**20:.0f} MiB"),

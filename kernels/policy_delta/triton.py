@@ -1,10 +1,10 @@
 # mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,untyped-decorator"
 """The policy-delta operators as Triton kernels: one launch for any number of spans, by a table of their addresses.
 
-Comparing is two passes, and the second reads almost nothing. `_mark` reads both spans once and leaves one bit an element and one count a block; the
-counts are summed up; `_record` walks the set bits of each word, reads only the elements that changed, and stores them where the sums say. So the
-order is that of the positions, whatever the schedule, and a write in place (`write`) touches changed elements only. Bytes moved per
-element, rounding fp32 to bfloat16: 6 + 1/4, and the sectors of what changed.
+Comparing is two passes, and the second reads almost nothing. `_find` reads both spans once, packs one bit an element into words, walks the set bits
+while the block's lines are still in the cache, writes what is to be written in place (changed elements only), and leaves the block's changes in a
+place of its own and their count; the counts are summed up; `_collect` moves the changes to where the sums say. So the order is that of the
+positions, whatever the schedule. Bytes moved an element, rounding fp32 to bfloat16: 6, the sectors written, and 14 a change.
 
 bfloat16 is rounded in integers, to nearest and ties to even, a NaN to 0x7FFF: what the card's own conversion gives, so what
 `tensor.to(torch.bfloat16)` gives there.
@@ -22,10 +22,13 @@ from driftline.kernels.policy_delta.spans import BITS, Rounding, SpanChanges, ch
 
 __all__ = ["Comparison", "Table", "apply_xor", "fingerprint", "put"]
 
-BLOCK = 8192
-"""Elements of a span that one program compares."""
+BLOCK = 4096
+"""Elements of a span that one program compares; a position in a block fits an int16."""
 
-_WARPS, _RECORD_WARPS = 8, 4
+_NEAR = 8
+"""A block of at most 1 / 8 changes keeps them beside it in the first pass; of one with more, only the marks are kept."""
+
+_WARPS, _COLLECT_WARPS, _GROUP, _CHUNK = 4, 4, 16, 32
 _SCATTER = 1024
 _WORDS = 4096
 _ROUNDINGS = {Rounding.NONE: 0, Rounding.BFLOAT16: 1, Rounding.BFLOAT16_IN_FLOAT32: 2}
@@ -90,8 +93,46 @@ def _marks(old, new, first, elements, MASKED: tl.constexpr, WIDTH: tl.constexpr,
 
 
 @triton.jit
-def _mark(table, row_of, words, counts, WIDTH: tl.constexpr, OLD: tl.constexpr, NEW: tl.constexpr, ROUNDING: tl.constexpr,
-          ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+def _keep(old, at, before, after, live, lists, slot, at_out, xor_out, origin, ROUNDING: tl.constexpr, WRITE: tl.constexpr):
+    """List one change a lane, its position less `origin`, and write it."""
+    tl.store(at_out + slot, (at - origin).to(at_out.dtype.element_ty), mask=live & lists)
+    tl.store(xor_out + slot, before ^ after, mask=live & lists)
+    if WRITE:
+        if ROUNDING == 2:
+            tl.store(old + at, after.to(tl.int32) << 16, mask=live)
+        else:
+            tl.store(old + at, after, mask=live)
+
+
+@triton.jit
+def _walk(old, new, first, word, population, slot, at_out, xor_out, origin, lists, WIDTH: tl.constexpr, ROUNDING: tl.constexpr, WRITE: tl.constexpr,
+          BLOCK: tl.constexpr):
+    """The set bits of a block's words, four of every word at a time: what they mark is read before any of it is written, so that four reads
+    are under way and not one. Two changes of a block are never of one element, so the order is free."""
+    place = first + tl.arange(0, BLOCK // 32) * 32
+    for _ in range((tl.max(population, axis=0) + 3) // 4):
+        second = word & (word - 1)
+        third = second & (second - 1)
+        fourth = third & (third - 1)
+        at_1 = place + _population((word & -word) - 1)
+        at_2 = place + _population((second & -second) - 1)
+        at_3 = place + _population((third & -third) - 1)
+        at_4 = place + _population((fourth & -fourth) - 1)
+        before_1, after_1 = _pair(old, new, at_1, word != 0, True, WIDTH, ROUNDING)
+        before_2, after_2 = _pair(old, new, at_2, second != 0, True, WIDTH, ROUNDING)
+        before_3, after_3 = _pair(old, new, at_3, third != 0, True, WIDTH, ROUNDING)
+        before_4, after_4 = _pair(old, new, at_4, fourth != 0, True, WIDTH, ROUNDING)
+        _keep(old, at_1, before_1, after_1, word != 0, lists, slot, at_out, xor_out, origin, ROUNDING, WRITE)
+        _keep(old, at_2, before_2, after_2, second != 0, lists, slot + 1, at_out, xor_out, origin, ROUNDING, WRITE)
+        _keep(old, at_3, before_3, after_3, third != 0, lists, slot + 2, at_out, xor_out, origin, ROUNDING, WRITE)
+        _keep(old, at_4, before_4, after_4, fourth != 0, lists, slot + 3, at_out, xor_out, origin, ROUNDING, WRITE)
+        word = fourth & (fourth - 1)
+        slot += 4
+
+
+@triton.jit
+def _find(table, row_of, counts, words, near_at, near_xor, WIDTH: tl.constexpr, OLD: tl.constexpr, NEW: tl.constexpr, ROUNDING: tl.constexpr,
+          WRITE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, NEAR: tl.constexpr):
     block = tl.program_id(0)
     row = table + tl.load(row_of + block).to(tl.int64) * 4
     old = _integers(tl.load(row), OLD, ALIGNED)
@@ -102,37 +143,47 @@ def _mark(table, row_of, words, counts, WIDTH: tl.constexpr, OLD: tl.constexpr, 
         word = _marks(old, new, first, elements, False, WIDTH, ROUNDING, BLOCK)
     else:
         word = _marks(old, new, first, elements, True, WIDTH, ROUNDING, BLOCK)
-    tl.store(words + block.to(tl.int64) * (BLOCK // 32) + tl.arange(0, BLOCK // 32), word)
-    tl.store(counts + block, tl.sum(_population(word), axis=0))
+    population = _population(word)
+    count = tl.sum(population, axis=0)
+    tl.store(counts + block, count)
+    if count <= NEAR:
+        slot = block.to(tl.int64) * NEAR + (tl.cumsum(population, axis=0) - population)
+        _walk(old, new, first, word, population, slot, near_at, near_xor, first, word == word, WIDTH, ROUNDING, WRITE, BLOCK)
+    else:
+        tl.store(words + block.to(tl.int64) * (BLOCK // 32) + tl.arange(0, BLOCK // 32), word)
 
 
 @triton.jit
-def _record(table, row_of, listed, words, starts, at_out, xor_out, WIDTH: tl.constexpr, OLD: tl.constexpr, NEW: tl.constexpr,
-            ROUNDING: tl.constexpr, WRITE: tl.constexpr, BLOCK: tl.constexpr):
-    block = tl.program_id(0)
-    number = tl.load(row_of + block).to(tl.int64)
-    row = table + number * 4
-    old = _integers(tl.load(row), OLD, False)
-    new = _integers(tl.load(row + 1), NEW, False)
-    first = (block - tl.load(row + 3).to(tl.int32)) * BLOCK
-    index = tl.arange(0, BLOCK // 32)
-    lists = tl.load(listed + number + 0 * index) != 0
-    word = tl.load(words + block.to(tl.int64) * (BLOCK // 32) + index)
-    population = _population(word)
-    slot = tl.load(starts + block) + (tl.cumsum(population, axis=0) - population)
-    for _ in range(tl.max(population, axis=0)):
-        live = word != 0
-        at = first + index * 32 + _population((word & -word) - 1)
-        before, after = _pair(old, new, at, live, True, WIDTH, ROUNDING)
-        tl.store(at_out + slot, at, mask=live & lists)
-        tl.store(xor_out + slot, before ^ after, mask=live & lists)
-        if WRITE:
-            if ROUNDING == 2:
-                tl.store(old + at, after.to(tl.int32) << 16, mask=live)
-            else:
-                tl.store(old + at, after, mask=live)
-        word = word & (word - 1)
-        slot += 1
+def _collect(table, row_of, listed, counts, words, near_at, near_xor, starts, at_out, xor_out, blocks, WIDTH: tl.constexpr, OLD: tl.constexpr,
+             NEW: tl.constexpr, ROUNDING: tl.constexpr, WRITE: tl.constexpr, BLOCK: tl.constexpr, NEAR: tl.constexpr, GROUP: tl.constexpr,
+             CHUNK: tl.constexpr):
+    """GROUP blocks a program: a block has few changes, and what takes the time is to learn where they go."""
+    block = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
+    inside = block < blocks
+    number = tl.load(row_of + block, mask=inside, other=0).to(tl.int64)
+    first = (block - tl.load(table + number * 4 + 3).to(tl.int32)) * BLOCK
+    total = tl.load(counts + block, mask=inside, other=0)
+    start = tl.load(starts + block, mask=inside, other=0)
+    count = tl.where((total <= NEAR) & (tl.load(listed + number) != 0), total, 0)
+    for begin in range(0, tl.max(count, axis=0), CHUNK):
+        i = begin + tl.arange(0, CHUNK)[None, :]
+        mask = i < count[:, None]
+        near = block[:, None].to(tl.int64) * NEAR + i
+        to = start[:, None] + i
+        tl.store(at_out + to, first[:, None] + tl.load(near_at + near, mask=mask, other=0).to(tl.int32), mask=mask)
+        tl.store(xor_out + to, tl.load(near_xor + near, mask=mask, other=0), mask=mask)
+    if tl.max(total, axis=0) > NEAR:
+        for k in range(GROUP):
+            one = tl.program_id(0) * GROUP + k
+            if tl.load(counts + one, mask=one < blocks, other=0) > NEAR:
+                which = tl.load(row_of + one).to(tl.int64)
+                row = table + which * 4
+                index = tl.arange(0, BLOCK // 32)
+                word = tl.load(words + one.to(tl.int64) * (BLOCK // 32) + index)
+                population = _population(word)
+                slot = tl.load(starts + one) + (tl.cumsum(population, axis=0) - population)
+                _walk(_integers(tl.load(row), OLD, False), _integers(tl.load(row + 1), NEW, False), (one - tl.load(row + 3).to(tl.int32)) * BLOCK,
+                      word, population, slot, at_out, xor_out, 0, tl.load(listed + which + 0 * index) != 0, WIDTH, ROUNDING, WRITE, BLOCK)
 
 
 @triton.jit(do_not_specialize=["rows", "steps"])
@@ -233,10 +284,13 @@ class Comparison:
             "WIDTH": self._rounding.width(self._old[0]), "OLD": self._old[0].element_size(), "NEW": self._new[0].element_size(),
             "ROUNDING": _ROUNDINGS[self._rounding], "BLOCK": BLOCK,
         }
-        grid = (self._blocks,)
-        words = torch.empty(self._blocks * (BLOCK // 32), dtype=torch.int32, device=self._device)
+        grid, near = (self._blocks,), BLOCK // _NEAR
+        bits = BITS[options["WIDTH"]]
         counts = torch.empty(self._blocks, dtype=torch.int32, device=self._device)
-        _mark[grid](self._table, self._row_of, words, counts, ALIGNED=self._aligned, num_warps=_WARPS, **options)
+        words = torch.empty(self._blocks * (BLOCK // 32), dtype=torch.int32, device=self._device)
+        near_at = torch.empty(self._blocks * near, dtype=torch.int16, device=self._device)
+        near_xor = torch.empty(self._blocks * near, dtype=bits, device=self._device)
+        _find[grid](self._table, self._row_of, counts, words, near_at, near_xor, ALIGNED=self._aligned, NEAR=near, WRITE=write, num_warps=_WARPS, **options)
         zero = torch.zeros(1, dtype=torch.int64, device=self._device)
         changed = torch.cat([zero, counts.cumsum(0)[self._last]]).diff()
         listed = changed <= self._limit
@@ -245,9 +299,12 @@ class Comparison:
         starts = torch.cat([zero, ends[self._last]])
         length = int(starts[-1]) if wait else self._at_most
         at = torch.empty(length, dtype=torch.int32, device=self._device)
-        xor = torch.empty(length, dtype=BITS[options["WIDTH"]], device=self._device)
+        xor = torch.empty(length, dtype=bits, device=self._device)
         if length or write:
-            _record[grid](self._table, self._row_of, listed, words, ends - kept, at, xor, WRITE=write, num_warps=_RECORD_WARPS, **options)
+            _collect[(triton.cdiv(self._blocks, _GROUP),)](
+                self._table, self._row_of, listed, counts, words, near_at, near_xor, ends - kept, at, xor, self._blocks, NEAR=near, WRITE=write,
+                GROUP=_GROUP, CHUNK=_CHUNK, num_warps=_COLLECT_WARPS, **options,
+            )
         return SpanChanges(at, xor, starts, changed)
 
 

@@ -1,9 +1,9 @@
 """What an optimizer step changed, found on the device while the step is rounded into the model: changes leave the device, not weights.
 
-Guarantees: after `start` the parameters hold what the masters round to, bit for bit as `tensor.to(dtype)` rounds there, whatever becomes of what it
-returns; applied to the policy's tensors of before, what it yields gives those of after. What is compared with is what the parameter holds, so
-no second copy of the policy is on the device, and that must be what readers have: after a version that was not committed, `whole=True` says
-everything again.
+Guarantees: once what `start` returned was read to its end, or `finish`ed, the parameters hold what the masters round to, bit for bit as
+`tensor.to(dtype)` rounds there; and what it yields, applied to the policy's tensors of before, gives those of after. What is compared with is what the
+parameter holds, so no second copy of the policy is on the device, and that must be what readers have: after a version that was not committed,
+`whole=True` says everything again.
 
     deltas = [DeviceDelta(sources, torch.bfloat16) for sources in chunks]         # once
     for delta in deltas:                                                          # at every step, each after its chunk's optimizer step
@@ -12,15 +12,17 @@ everything again.
         for name, shards in changed.tensors():                                    # waits for the copies of this chunk only
             await draft.put_changes(name, shards)
 
-Beside the model the device holds, of what was started and not yet read, 0.4 x (4 + width) bytes an element of a changed shard at most, BATCH_BYTES of
-policy at a time; the host as many as there are changes, in pinned memory.
+Memory: beside the model the device holds two batches' changes, each at most as large as the `BATCH_BYTES` of policy they are of, and half as much again
+of scratch; the host, in pinned memory, what was yielded and is still in use.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -35,10 +37,11 @@ from driftline.policy_store.tensor import SHARD_BYTES, Bytes1D
 
 __all__ = ["DENSE_SHARE", "DeviceDelta", "ShardContent", "Source", "Started"]
 
-DENSE_SHARE = 0.4
-"""Above it a shard's own bytes are fewer than its changes: 2 against 0.4 x 6 an element of bfloat16."""
+DENSE_SHARE = 1 / 3
+"""Above it a shard of bfloat16 has fewer bytes than its changes: 2 an element against 6 a change."""
 
-BATCH_BYTES = 512 * 1024 * 1024
+BATCH_BYTES = 256 * 1024 * 1024
+BATCHES_AHEAD = 2
 
 ShardContent: TypeAlias = Changes | Bytes1D | None
 """A shard's changes, its whole new bytes, or nothing where it is as it was."""
@@ -95,34 +98,51 @@ class DeviceDelta:
 
     @torch.no_grad()
     def start(self, *, whole: bool = False) -> Started:
-        """Round the masters into the parameters and queue the copies of what that changes, on the current stream. `whole`: of everything.
+        """Begin to round the masters into the parameters and to copy out what that changes, on the current stream. `whole`: everything.
 
-        The parameters must not change again before `tensors` of the result was read to its end.
+        Neither masters nor parameters may change before the result was read to its end or finished.
         """
-        return Started(self._untrained, [_Pending.queued(batch, whole) for batch in self._batches])
+        return Started(self._untrained, self._batches, whole)
 
 
-@dataclass
 class Started:
     """A step of a `DeviceDelta` on its way to the host."""
 
-    _untrained: list[tuple[str, int]]
-    _pending: list[_Pending]
-    changed: int = field(default=0)
-    """Elements that changed, of the tensors read so far."""
+    def __init__(self, untrained: Sequence[tuple[str, int]], batches: Sequence[_Batch], whole: bool) -> None:
+        self.changed = 0
+        """Elements that changed, of the tensors read so far."""
+        self._untrained, self._whole = untrained, whole
+        self._left = deque(batches)
+        self._pending: deque[_Pending] = deque()
+        self._queue()
 
     def tensors(self) -> Iterator[tuple[str, list[ShardContent]]]:
         """Every tensor once, with one content a shard. Blocks while copies are under way: for a thread. The arrays are the caller's."""
         for name, shards in self._untrained:
             yield name, [None] * shards
         content: list[ShardContent] = []
-        for pending in self._pending:
-            for span, found in zip(pending.batch.spans, pending.contents(), strict=True):
-                content.append(found)
+        while self._pending:
+            pending = self._pending.popleft()
+            found = pending.contents()
+            self.changed += pending.changed
+            self._queue()
+            for span, each in zip(pending.batch.spans, found, strict=True):
+                content.append(each)
                 if span.last:
                     yield span.name, content
                     content = []
-            self.changed += pending.changed
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Round what was not read; what it changed is lost, and the next version must be said whole."""
+        self._pending.clear()
+        while self._left:
+            self._left.popleft().comparison.run(write=True, wait=False)
+
+    @torch.no_grad()
+    def _queue(self) -> None:
+        while self._left and len(self._pending) < BATCHES_AHEAD:
+            self._pending.append(_Pending.queued(self._left.popleft(), self._whole))
 
 
 @dataclass
@@ -145,25 +165,27 @@ class _Pending:
         copies.mark()
         return cls(batch, whole, found, copies, starts, counts)
 
-    def contents(self) -> Iterator[ShardContent]:
+    def contents(self) -> list[ShardContent]:
+        """Of each span; afterwards the device holds nothing of it."""
         self.copies.wait()
-        starts, counts = self.starts.tolist(), self.counts.tolist()
+        found, starts, counts = self.found, self.starts.tolist(), self.counts.tolist()
         self.changed = sum(counts)
-        at, xor = self.copies.to_host(self.found.at[: starts[-1]]), self.copies.to_host(self.found.xor[: starts[-1]])
+        at, xor = self.copies.to_host(found.at[: starts[-1]]), self.copies.to_host(found.xor[: starts[-1]])
         wholes = {
             i: self.copies.to_host(span.held, self.batch.dtype) for i, span in enumerate(self.batch.spans)
             if self.whole or (counts[i] and starts[i] == starts[i + 1])
         }
         self.copies.mark()
         self.copies.wait()
+        self.found = SpanChanges(*(part[:0] for part in (at, xor, self.starts, self.counts)))
         at_n, xor_n = at.numpy(), xor.numpy().view(_UNSIGNED[xor.dtype])
-        for i in range(len(self.batch.spans)):
+        out: list[ShardContent] = []
+        for i, (first, last) in enumerate(pairwise(starts)):
             if i in wholes:
-                yield wholes[i].view(torch.uint8).numpy()
-            elif counts[i]:
-                yield Changes(at_n[starts[i] : starts[i + 1]], xor_n[starts[i] : starts[i + 1]])
+                out.append(wholes[i].view(torch.uint8).numpy())
             else:
-                yield None
+                out.append(Changes(at_n[first:last], xor_n[first:last]) if last > first else None)
+        return out
 
 
 class _Copies:

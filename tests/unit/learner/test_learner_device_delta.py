@@ -107,6 +107,18 @@ def test_after_a_version_that_was_not_committed_everything_can_be_said_again() -
     assert state_digest(state) == state_digest(host(model))
 
 
+def test_what_is_not_read_is_rounded_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_delta, "BATCH_BYTES", 1)
+    model, sources = policy()
+    delta = DeviceDelta(sources, torch.bfloat16)
+    step(sources, 0.05)
+    started = delta.start()
+    next(started.tensors())
+    started.finish()
+    state = host(model)
+    assert set(read(delta.start(), state)) == {None}, "nothing is left to round"
+
+
 def test_untrained_parameters_are_unchanged_and_never_read() -> None:
     model, sources = policy()
     frozen = [s._replace(master=None) if "norm" in s.name else s for s in sources]
