@@ -434,8 +434,9 @@ NOTES = {
     "tiny-k3": "The base policy on the demo's task, 16 groups of 8; at the demo's rate of 1e-3 most weights change every step and no form comes near 4 %. "
                "0.3 % of the elements are float32 gates, of which nearly all change: most of the bytes below the smallest rates, and the bound of so few "
                "distinct values is too low. The tensors are small: 5,000 elements in the mean.",
-    "smollm2": "SmolLM2-135M-Instruct, its Q4_1 weights expanded and rounded to bfloat16 as version 0; 16 questions, 8 samples of each a step. Training runs ahead in "
-               "a process of its own.",
+    "smollm2": "SmolLM2-135M-Instruct, its Q4_1 weights expanded and rounded to bfloat16 as version 0; 16 sums, 8 samples of each a step. Training runs ahead in "
+               "a process of its own. `signal` is the share of groups with unequal rewards: where it is near zero the sums are learnt, and steps are what is left of "
+               "the optimizer's momentum.",
 }
 
 
