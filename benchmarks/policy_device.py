@@ -261,6 +261,10 @@ class Mirror:
             move(out, content)
         return size
 
+    def move(self, name: str, contents: list[ShardContent]) -> None:
+        for shard, content in zip(self.shards[name], contents, strict=True):
+            move(self.state[name].data[shard.start : shard.stop], content)
+
     def follow(self, name: str, contents: list[ShardContent], weights: EngineWeights) -> None:
         """Move forward as a reader does, and tell the engine's weights."""
         for shard, content in zip(self.shards[name], contents, strict=True):
@@ -293,7 +297,7 @@ def encode_rows(policy: Policy, kind: str, pool: ThreadPoolExecutor) -> list[Row
         started = delta.start()
         contents = list(started.tensors())
         out_s.append(time.perf_counter() - began)
-        for job in [pool.submit(mirror.pack, *each) for each in contents]:
+        for job in [pool.submit(mirror.move, *each) for each in contents]:
             job.result()
         shares.append(started.changed / (policy.nbytes // 2))
     for _ in range(3):
@@ -407,9 +411,9 @@ def main() -> None:
     given = arguments.parse_args()
     rows: list[Row] = []
     with ThreadPoolExecutor(THREADS) as pool:
-        for kind in ("adam", "sign"):
+        for kind, updates in (("adam", given.updates), ("sign", max(2, given.updates // 5))):
             policy = Policy(given.gib)
-            for part in (kernel_rows(policy, kind), encode_rows(policy, kind, pool), engine_rows(policy, kind, given.updates, pool)):
+            for part in (kernel_rows(policy, kind), encode_rows(policy, kind, pool), engine_rows(policy, kind, updates, pool)):
                 rows += part
                 show(part)
             del policy
