@@ -43,6 +43,7 @@ from driftline.policy_store.tensor import (
     state_digest_of,
     tensor_digest_of,
 )
+from driftline.policy_store.tensor_file import TensorFile, write_tensors
 from driftline.services.replay.format import Header, Kind, Step, StepFacts, preamble, section_head
 from driftline.services.replay.reader import Recording
 from driftline.services.replay.writer import RecordingWriter
@@ -150,6 +151,22 @@ def recording(data: bytes) -> None:
                 continue
 
 
+def weights(data: bytes) -> None:
+    """A safetensors file of these bytes."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.safetensors"
+        path.write_bytes(data)
+        try:
+            file = TensorFile.open(path)
+        except IntegrityError:
+            return
+        state = {name: file.tensor(name) for name in file.layouts}
+        write_tensors(path.with_name("again"), file.layouts, state.__getitem__, file.metadata)
+        again = TensorFile.open(path.with_name("again"))
+        assert (again.layouts, again.metadata) == (file.layouts, file.metadata)
+        assert all(np.array_equal(again.tensor(name).data, tensor.data) for name, tensor in state.items())
+
+
 TARGETS: dict[str, Callable[[bytes], None]] = {
     "frame": frame,
     "body": body,
@@ -158,6 +175,7 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "record": record,
     "shard": shard,
     "recording": recording,
+    "weights": weights,
 }
 
 
@@ -210,6 +228,8 @@ def seeds(target: str, frames: dict[str, bytes]) -> dict[str, bytes]:
         case "recording":
             whole, sections = _recording(frames["recorded"])
             return {"whole": whole, "sections": b"|||".join(sections)}
+        case "weights":
+            return {"plain": _safetensors({}), "described": _safetensors({"format": "pt"})}
         case _:
             return {f"{codec.name.lower()}_{width}": _shard_seed(codec, width) for codec in Codec for width in (0, 1, 2)}
 
@@ -238,6 +258,16 @@ def _recording(group: bytes) -> tuple[bytes, list[bytes]]:
         whole = path.read_bytes()
         sections = Recording.open(path).sections
     return whole, [whole[section.payload : section.payload + section.length] for section in sections]
+
+
+def _safetensors(metadata: dict[str, str]) -> bytes:
+    """A file of three tensors of unlike widths, one of them empty."""
+    layouts = {"a": Layout("float32", (2, 3)), "b": Layout("float8_e4m3fn", (5,)), "c": Layout("bfloat16", (0, 4))}
+    state = {name: HostTensor(layout.dtype, layout.shape, np.arange(layout.nbytes, dtype=np.uint8)) for name, layout in layouts.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.safetensors"
+        write_tensors(path, layouts, state.__getitem__, metadata)
+        return path.read_bytes()
 
 
 def _manifest() -> Manifest:
