@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from driftline.messages.nats_bus import NatsBus
     from driftline.policy_store.blobs import BlobStore
     from driftline.policy_store.exchange import ModelFolder
-    from driftline.policy_store.manifest import Manifest
+    from driftline.policy_store.manifest import Manifest, PolicyHead
     from driftline.policy_store.tensor import HostTensor, Layout
     from driftline.policy_store.writer import PolicyWriter
     from driftline.services.config import Config
@@ -49,6 +49,8 @@ def import_(
     from driftline.policy_store.exchange import ModelFolder
 
     config = _config(run, run_file)
+    if scratch is not None and not scratch.is_dir():
+        raise ConfigError("no such folder", field="--scratch", value=str(scratch), remedy="name one with room for the weights")
     incoming = Incoming.of(ModelFolder.open(folder), None if onto is None else ModelFolder.open(onto))
     made: list[Manifest] = []
     meter = Meter()
@@ -58,6 +60,7 @@ def import_(
             await _declared(bus, run, config, as_next)
             from driftline.policy_store.forms import DeltaForm
             from driftline.policy_store.mapped import in_memory, mapped_in
+            from driftline.policy_store.reader import PolicyReader
             from driftline.policy_store.writer import PolicyWriter
 
             blobs = await _place(bus, run, config, store, endpoint)
@@ -65,6 +68,8 @@ def import_(
             writer = PolicyWriter(
                 bus, blobs, run, policy.full_every if policy else 10, full_share=policy.full_share if policy else 1.0,
                 form=policy.delta_form if policy else DeltaForm.SMALL, allocate=in_memory if scratch is None else mapped_in(scratch))
+            reader = PolicyReader(bus, blobs, run)
+            _check_head(run, await reader.head(), as_next, version)  # before a claim is made and weights are read; again by the head's move
             async with owned(bus, run) as epoch:
                 made.append(await _publish(bus, writer, incoming, Expected(as_next, version, reshape, epoch), meter))
 
@@ -149,14 +154,7 @@ async def _publish(bus: NatsBus, writer: PolicyWriter, incoming: Incoming, expec
     from driftline.policy_store.reader import PolicyReader
 
     head = await writer.resume(fence=str(expected.epoch))
-    number = 0 if head is None else head.version + 1
-    if head is not None and not expected.as_next:
-        raise ConfigError(f"it has versions, up to {head.version}", field="run", value=writer.run,
-                          remedy="--as-next makes it the next version; or name a new run")
-    if head is None and expected.as_next:
-        raise ConfigError("it has no version yet", field="--as-next", value=writer.run, remedy="leave it out: this is version 0")
-    if expected.version not in (None, number):
-        raise ConfigError(f"it would be version {number}", field="--version", value=expected.version, remedy="`driftline policy ls` says what is there")
+    number = _check_head(writer.run, head, expected.as_next, expected.version)
     before = {} if head is None else (await PolicyReader(bus, writer.blobs, writer.run).load(head.link)).layouts()
     # An adapter alone goes to the weights that are there; a model replaces them.
     layouts = {**before, **incoming.layouts} if incoming.adapter else dict(incoming.layouts)
@@ -180,6 +178,18 @@ async def _publish(bus: NatsBus, writer: PolicyWriter, incoming: Incoming, expec
         await store_files(bus, writer.run, incoming.beside)
     await store_version(bus, manifest.recorded)
     return manifest
+
+
+def _check_head(run: str, head: PolicyHead | None, as_next: bool, version: int | None) -> int:
+    """The number the import gets. ConfigError when the run is not as whoever imports takes it to be."""
+    number = 0 if head is None else head.version + 1
+    if head is not None and not as_next:
+        raise ConfigError(f"it has versions, up to {head.version}", field="run", value=run, remedy="--as-next makes it the next version; or name a new run")
+    if head is None and as_next:
+        raise ConfigError("it has no version yet", field="--as-next", value=run, remedy="leave it out: this is version 0")
+    if version not in (None, number):
+        raise ConfigError(f"it would be version {number}", field="--version", value=version, remedy="`driftline policy ls` says what is there")
+    return number
 
 
 def _check_same(before: Mapping[str, Layout], after: Mapping[str, Layout]) -> None:
