@@ -187,9 +187,9 @@ def compare(state: dict[str, HostTensor], weights: Weights, version: int) -> Non
 def bound_of(stage: str) -> int:
     """What the code says it holds: see `packing`, `draft` and `applying`."""
     if "publish" in stage:
-        # The tensor being made and the one being put; shards that wait and that are encoded; this batch and the last one, coded; for a
-        # full beside a delta, packs being filled, joined and sent.
-        return 2 * TENSOR_BYTES + 2 * ROOM_BYTES + 2 * ROOM_BYTES + 2 * (PUTS_IN_FLIGHT + 2) * (PACK_BYTES + SHARD_BYTES)
+        # The tensor being made and the one being put; shards that wait, that are encoded, and those coded; for a full beside a delta, packs
+        # being filled, joined and sent.
+        return 2 * TENSOR_BYTES + 2 * ROOM_BYTES + ROOM_BYTES + 2 * (PUTS_IN_FLIGHT + 2) * (PACK_BYTES + SHARD_BYTES)
     # A pack as read, and what its shards become in the workers on the way.
     return PACKS_IN_FLIGHT * 2 * (PACK_BYTES + SHARD_BYTES) + shared_workers().threads * (GROUP_BYTES + 4 * SHARD_BYTES)
 

@@ -248,6 +248,7 @@ class ShardStream:
                     await self._delta.place(job.shard.number, shard.delta, self._group)
                 if self._full is not None and shard.full is not None:
                     await self._full.place(job.shard.number, shard.full, self._group)
+            del batch, coded, job, shard  # or they are held while the next batch is waited for and encoded
         for packer in (self._delta, self._full):
             if packer is not None:
                 await packer.close(self._group)
