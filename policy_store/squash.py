@@ -19,14 +19,23 @@ from driftline.policy_store.codec import encode_delta, encode_full
 from driftline.policy_store.forms import DeltaForm, EncodedShard
 from driftline.policy_store.manifest import Encoding, Link, Manifest
 from driftline.policy_store.packing import Packer
-from driftline.policy_store.paths import Path, descend
+from driftline.policy_store.paths import Edge, Path, descend
 from driftline.policy_store.reader import PolicyReader
-from driftline.policy_store.shortcuts import WORTH, Shortcut, bases, shortcut_head, store_shortcut
+from driftline.policy_store.shortcuts import (
+    WORTH,
+    Shortcut,
+    bases,
+    load_shortcut,
+    shortcut_head,
+    store_shortcut,
+)
 from driftline.policy_store.tensor import DTYPES, Shard
 from driftline.policy_store.unfold import Unfolded, unfold
-from driftline.policy_store.workers import Workers, shared_workers
+from driftline.policy_store.workers import Workers, bounded, shared_workers
 
-__all__ = ["discard", "encode_shortcut", "keep_shortcut", "rebase", "squash"]
+__all__ = ["make_shortcut", "rebase", "squash"]
+
+HAS_IN_FLIGHT = 8
 
 
 async def squash(
@@ -40,7 +49,10 @@ async def squash(
     if base not in bases(target.version, base):
         raise IntegrityError("a squash spans an aligned power of two", field="base", value=base,
                              remedy=f"version {target.version} can be reached from {list(bases(target.version, 0))}")
-    bottom, steps = await descend(reader, target, base)
+    there = await _existing(reader, blobs, target.link, base)
+    if there is not None:
+        return there
+    bottom, steps = await descend(reader, target, base, {Edge(target.seal, base, True)})
     if bottom.version != base:
         raise IntegrityError(f"no steps lead below version {bottom.version}", field="base", value=base, remedy="it was collected")
     ways = await reader.paths(bottom)
@@ -56,12 +68,14 @@ async def squash(
         return encode_delta(item.base, item.data, kind.width, exponent=kind.exponent, form=form)
 
     shards = unfold(path, blobs, workers, encode, mark=len(ways[0].steps) - 1)
-    encoding = await encode_shortcut(blobs, target, target.version - base, shards)
-    return await keep_shortcut(bus, blobs, target, bottom.link, encoding, Path(steps).nbytes)
+    return await make_shortcut(bus, blobs, target, bottom.link, shards, Path(steps).nbytes)
 
 
 async def rebase(bus: Bus, blobs: BlobStore, reader: PolicyReader, target: Manifest, *, workers: Workers | None = None) -> Shortcut:
     """A full of an existing version, stored: nothing older is needed for it from then on."""
+    there = await _existing(reader, blobs, target.link, None)
+    if there is not None:
+        return there
     ways = await reader.paths(target)
     if not ways:
         raise IntegrityError("no path leads to it", field="version", value=target.version, remedy="it was collected")
@@ -69,16 +83,20 @@ async def rebase(bus: Bus, blobs: BlobStore, reader: PolicyReader, target: Manif
     def encode(item: Unfolded) -> EncodedShard:
         return encode_full(item.data, DTYPES[item.dtype].width)
 
-    encoding = await encode_shortcut(blobs, target, 0, unfold(ways[0], blobs, workers or shared_workers(), encode))
-    made = await keep_shortcut(bus, blobs, target, None, encoding, 0)
+    shards = unfold(ways[0], blobs, workers or shared_workers(), encode)
+    made = await make_shortcut(bus, blobs, target, None, shards, 0)
     assert made is not None  # only a squash may turn out not to be worth it
     return made
 
 
-async def encode_shortcut(
-    blobs: BlobStore, target: Manifest, span: int, shards: AsyncGenerator[tuple[Shard, EncodedShard], None]
-) -> Encoding:
-    """The shards in packs that are durable on return; nothing refers to them yet."""
+async def make_shortcut(
+    bus: Bus, blobs: BlobStore, target: Manifest, base: Link | None, shards: AsyncGenerator[tuple[Shard, EncodedShard], None], replaces: int
+) -> Shortcut | None:
+    """The shards in packs, and then the shortcut that they make; None, and no packs, where a squash is not worth it.
+
+    Raises BrokerFull when the store has no room: what was put by then is taken back.
+    """
+    span = 0 if base is None else target.version - base.version
     packer = Packer(blobs, shortcut_head(target.version, span), len(target.shard_digests))
     try:
         async with aclosing(shards), asyncio.TaskGroup() as puts:
@@ -87,24 +105,32 @@ async def encode_shortcut(
             await packer.close(puts)
     except BaseExceptionGroup as failures:
         if isinstance(failures, ExceptionGroup):  # not when cancelled: orphans are found later
-            await discard(blobs, packer.encoding())
+            await _take_back(bus, blobs, target, base, packer.encoding())
         raise failures.exceptions[0] from failures
-    return packer.encoding()
-
-
-async def keep_shortcut(
-    bus: Bus, blobs: BlobStore, target: Manifest, base: Link | None, encoding: Encoding, replaces: int
-) -> Shortcut | None:
-    """Store the shortcut that these packs make, or take them back: None where a squash is not worth it."""
+    encoding = packer.encoding()
     if base is not None and encoding.nbytes > WORTH * replaces:
-        await discard(blobs, encoding)
+        await _take_back(bus, blobs, target, base, encoding)
         return None
     made = Shortcut(run=target.run, target=target.link, base=base, encoding=encoding, replaces=replaces, at=time.time()).with_seal()
     await store_shortcut(bus, made)
     return made
 
 
-async def discard(blobs: BlobStore, encoding: Encoding) -> None:
-    """Take back packs that nothing came to refer to."""
+async def _existing(reader: PolicyReader, blobs: BlobStore, target: Link, base: int | None) -> Shortcut | None:
+    """The shortcut that is there already, if it is readable and whole."""
+    try:
+        there = await reader.shortcut(target, base)
+    except IntegrityError:
+        return None
+    if there is not None and all(await bounded(lambda pack: blobs.has(pack.ref), there.encoding.packs, HAS_IN_FLIGHT)):
+        return there
+    return None
+
+
+async def _take_back(bus: Bus, blobs: BlobStore, target: Manifest, base: Link | None, encoding: Encoding) -> None:
+    """Delete packs that nothing came to refer to. The same bytes may be those of the same shortcut made before."""
+    before = await load_shortcut(bus, target.run, target.link, None if base is None else base.version)
+    named = set() if before is None else {pack.digest for pack in before.encoding.packs}
     for pack in encoding.packs:
-        await blobs.delete(pack.ref)
+        if pack.digest not in named:
+            await blobs.delete(pack.ref)

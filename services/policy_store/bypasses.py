@@ -18,7 +18,7 @@ from driftline.policy_store.fold import Fold, Folds
 from driftline.policy_store.forms import DeltaForm
 from driftline.policy_store.manifest import Manifest
 from driftline.policy_store.shortcuts import MAX_SPAN
-from driftline.policy_store.squash import encode_shortcut, keep_shortcut
+from driftline.policy_store.squash import make_shortcut
 from driftline.policy_store.tensor import State
 from driftline.policy_store.workers import Workers
 
@@ -61,11 +61,10 @@ class Bypasses:
 
     async def _store(self, fold: Fold, target: Manifest, state: State) -> None:
         shards = fold.shards(target, state, self._workers, self._form)
-        encoding = await encode_shortcut(self._blobs, target, fold.span, shards)
-        made = await keep_shortcut(self._bus, self._blobs, target, fold.base.link, encoding, fold.replaces)
+        made = await make_shortcut(self._bus, self._blobs, target, fold.base.link, shards, fold.replaces)
         if made is None:
             return
-        fold.replaces = encoding.nbytes  # from now on the cheapest way over this span
+        fold.replaces = made.encoding.nbytes  # from now on the cheapest way over this span
         self.stored += 1
-        self.stored_bytes += encoding.nbytes
-        log.info("shortcut stored", version=target.version, base=fold.base.version, bytes=encoding.nbytes)
+        self.stored_bytes += made.encoding.nbytes
+        log.info("shortcut stored", version=target.version, base=fold.base.version, bytes=made.encoding.nbytes)

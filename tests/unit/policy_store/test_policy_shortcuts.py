@@ -18,11 +18,15 @@ from driftline.policy_store import (
     PolicyWriter,
     State,
 )
+from driftline.policy_store.codec import encode_delta
 from driftline.policy_store.fold import Fold, Folds
 from driftline.policy_store.forms import DeltaForm
 from driftline.policy_store.packing import PackHead
+from driftline.policy_store.paths import Path
 from driftline.policy_store.shortcuts import WORTH, Shortcut, bases, load_shortcut
-from driftline.policy_store.squash import encode_shortcut, keep_shortcut, rebase, squash
+from driftline.policy_store.squash import make_shortcut, rebase, squash
+from driftline.policy_store.tensor import DTYPES
+from driftline.policy_store.unfold import unfold
 from driftline.policy_store.workers import shared_workers
 
 
@@ -37,10 +41,9 @@ async def follow(bus: Bus, blobs: BlobStore, run: str, count: int, folds: Folds)
         state = await reader.advance(state, version - 1, version, seen=fold.see)
         async for longer in folds.add(fold, target.nbytes):
             shards = longer.shards(target, state, shared_workers(), DeltaForm.SMALL)
-            encoding = await encode_shortcut(blobs, target, longer.span, shards)
-            shortcut = await keep_shortcut(bus, blobs, target, longer.base.link, encoding, longer.replaces)
+            shortcut = await make_shortcut(bus, blobs, target, longer.base.link, shards, longer.replaces)
             if shortcut is not None:
-                longer.replaces = encoding.nbytes
+                longer.replaces = shortcut.encoding.nbytes
                 made[longer.base.version, version] = shortcut
     return made
 
@@ -115,6 +118,27 @@ async def test_a_squash_that_saves_less_than_a_tenth_is_not_stored_and_leaves_no
     assert await squash(quick_bus, quick_blobs, reader, await reader.manifest(2), 0) is None
     assert quick_blobs.blobs == before
     assert await load_shortcut(quick_bus, fresh_run, (await reader.manifest(2)).link, 0) is None
+
+
+async def test_making_a_shortcut_again_leaves_the_one_that_is_there(
+    quick_bus: MemoryBus, quick_blobs: MemoryBlobs, fresh_run: str
+) -> None:
+    """Its packs are the same bytes under the same names: to take back the second would take the first."""
+    _, states = await publish_chain(quick_bus, quick_blobs, fresh_run, Policy(elements=3_000), 5, full_every=100)
+    made = await follow(quick_bus, quick_blobs, fresh_run, 5, Folds(shared_workers()))
+    reader = PolicyReader(quick_bus, quick_blobs, fresh_run)
+    target = await reader.manifest(4)
+    before = dict(quick_blobs.blobs)
+    assert (await squash(quick_bus, quick_blobs, reader, target, 0)).seal == made[0, 4].seal  # type: ignore[union-attr]
+    path = Path((*(await reader.paths(await reader.manifest(0)))[0].steps, *(await reader._between(target, 0)).steps))
+    shards = unfold(path, quick_blobs, shared_workers(), lambda item: encode_delta(item.base, item.data, DTYPES[item.dtype].width, exponent=DTYPES[item.dtype].exponent), mark=0)  # type: ignore[arg-type]
+    assert await make_shortcut(quick_bus, quick_blobs, target, made[0, 4].base, shards, 1) is None
+    assert quick_blobs.blobs == before
+    del quick_blobs.blobs[made[0, 4].encoding.packs[0].digest]
+    again = await squash(quick_bus, quick_blobs, reader, target, 0)
+    assert again is not None
+    assert quick_blobs.blobs == before, "a damaged one is made anew"
+    assert same(await reader.advance(copy_of(states[0]), 0, 4, fallback=False), states[4])
 
 
 async def test_a_rebased_version_needs_nothing_older(bus: Bus, blobs: BlobStore, fresh_run: str) -> None:
