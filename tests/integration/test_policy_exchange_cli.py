@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from driftline.messages.nats_bus import NatsBus
-from driftline.policy_store import JetStreamBlobs, PolicyReader, PolicyWriter, State
+from driftline.policy_store import HostTensor, JetStreamBlobs, PolicyReader, PolicyWriter, State
 from driftline.policy_store.exchange import ModelFolder, write_model
 
 torch.set_num_threads(1)
@@ -159,6 +159,56 @@ async def test_a_policy_with_adapters_leaves_as_an_adapter_or_merged(nats_url: s
     assert merged.code == 0, merged
     torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)), want, rtol=1e-4, atol=1e-5)
     assert not any("lora" in name for name in load_file(tmp_path / "merged" / "model.safetensors"))
+
+
+async def test_stacked_experts_leave_one_by_one_with_the_scale_of_the_run_s_settings(nats_url: str, fresh_run: str, tmp_path: Path) -> None:
+    """As K3 holds them: E experts' A and B in one tensor each, their weights apart."""
+    rng = np.random.default_rng(0)
+
+    def tensor(*shape: int) -> HostTensor:
+        return HostTensor.from_numpy(rng.standard_normal(shape).astype(np.float32))
+
+    experts = "model.layers.0.block_sparse_moe.experts"
+    state = {f"{experts}.{n}.w1.weight": tensor(6, 4) for n in range(3)} | {"model.layers.0.q_proj.weight": tensor(5, 4), "model.norm.weight": tensor(4)}
+    state |= {f"{experts}.delta.w1.lora_A": tensor(3, 2, 4), f"{experts}.delta.w1.lora_B": tensor(3, 6, 2)}
+    state |= {"model.layers.0.q_proj.lora_A": tensor(2, 4), "model.layers.0.q_proj.lora_B": tensor(5, 2)}
+    settings = tmp_path / "run.toml"
+    settings.write_text(f'[run]\nname = "{fresh_run}"\n[learner]\nlora_rank = 2\nlora_alpha = 5.0\n')
+    async with declared(nats_url, fresh_run) as bus:
+        await published(bus, fresh_run, 1, start=state)
+    alone = await policy("export", fresh_run, 0, "-o", tmp_path / "alone", "--run-file", settings, url=nats_url)
+    assert alone.code == 0, alone
+    adapters = load_file(tmp_path / "alone" / "adapter_model.safetensors")
+    assert set(adapters) == {f"base_model.model.{m}.lora_{side}.weight" for m in (*(f"{experts}.{n}.w1" for n in range(3)), "model.layers.0.q_proj") for side in "AB"}
+    config = json.loads((tmp_path / "alone" / "adapter_config.json").read_bytes())
+    assert (config["r"], config["lora_alpha"], config["target_modules"]) == (2, 5, ["q_proj", "w1"])
+    assert "tokenizer.json" in os.listdir(tmp_path / "alone")
+    assert "config.json" not in os.listdir(tmp_path / "alone")
+    merged = await policy("export", fresh_run, 0, "-o", tmp_path / "merged", "--run-file", settings, "--merge", url=nats_url)
+    assert merged.code == 0, merged
+    plain = load_file(tmp_path / "merged" / "model.safetensors")
+    assert set(plain) == {name for name in state if "lora" not in name}
+    a, b = (state[f"{experts}.delta.w1.lora_{side}"].numpy() for side in "AB")
+    want = state[f"{experts}.1.w1.weight"].numpy() + b[1] @ a[1] * 2.5
+    np.testing.assert_allclose(plain[f"{experts}.1.w1.weight"].numpy(), want, rtol=1e-5, atol=1e-6)
+
+
+async def test_a_run_s_place_is_said_once_and_found_by_every_command(nats_url: str, fresh_run: str, tmp_path: Path) -> None:
+    good = folder_of(tmp_path / "good", weights(3))
+    (tmp_path / "scratch").mkdir()
+    taken = await policy("import", good, "--run", fresh_run, "--store", f"file:{tmp_path / 'bytes'}", "--scratch", tmp_path / "scratch", url=nats_url)
+    assert taken.code == 0, taken
+    assert os.listdir(tmp_path / "bytes") == [fresh_run]
+    assert os.listdir(tmp_path / "scratch") == []
+    assert (await policy("verify", fresh_run, url=nats_url)).code == 0
+    assert (await policy("export", fresh_run, "head", "-o", tmp_path / "out", url=nats_url)).code == 0
+    assert same(weights(3), tmp_path / "out")
+    elsewhere = await policy("import", good, "--run", fresh_run, "--as-next", "--store", "jetstream", url=nats_url)
+    assert elsewhere.code == 2
+    assert "versions are in" in elsewhere.err
+    nowhere = await policy("import", good, "--run", fresh_run, "--as-next", "--scratch", tmp_path / "absent", url=nats_url)
+    assert nowhere.code == 2
+    assert "--scratch" in nowhere.err
 
 
 async def drop_adapter_config(url: str, run: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import shutil
 import sys
 from collections.abc import Mapping
@@ -84,7 +85,7 @@ def export(
         wanted = Wanted(beside, file_bytes, force, _lora(manifest, beside, config, merge, lora_alpha, base))
         if "config.json" not in beside and (wanted.lora is None or wanted.lora.merge):
             raise ConfigError("the run does not have one, and nothing loads weights without it", field="config.json", value=name,
-                              remedy="give --files DIR (a folder that holds it), or --run-file with the run's settings")
+                              remedy=f"--files DIR (a folder that holds it), or --run-file {_run_file_here(name)}")
         async with leased(run, manifest):
             return _said(await _write(run, manifest, out, wanted), as_json)
 
@@ -220,6 +221,12 @@ def _config(name: str, run_file: Path | None) -> Config | None:
     if config.run.name != name:
         raise ConfigError(f"it describes run {config.run.name!r}", field="--run-file", value=str(run_file), remedy=f"name the run file of {name!r}")
     return config
+
+
+def _run_file_here(name: str) -> str:
+    """The settings of the newest folder of the run, if there is one where the command was called."""
+    copies = sorted(Path("runs").glob(f"{glob.escape(name)}-*/config.toml"))
+    return str(copies[-1]) if copies else "FILE (the run's settings)"
 
 
 async def _beside(run: OpenRun, files: Path | None, config: Config | None) -> dict[str, bytes]:
