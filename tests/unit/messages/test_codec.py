@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from messages_samples import TASK, group, note, trajectory
-from pydantic import ConfigDict
+from pydantic import BaseModel, ConfigDict
 
 from driftline.messages import (
     Admitted,
@@ -46,6 +46,9 @@ from driftline.messages import (
 from driftline.messages.blobs import Claim
 from driftline.messages.registry import registered
 from driftline.policy_store.location import StoreLocated
+from driftline.policy_store.manifest import Encoding, Link, Pack
+from driftline.policy_store.pins import Pin, Pins
+from driftline.policy_store.shortcuts import Shortcut
 
 HEAD = struct.Struct("<2sBBIQ")
 
@@ -64,7 +67,7 @@ def same(a: object, b: object) -> bool:
         return isinstance(b, np.ndarray) and a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
     if isinstance(a, tuple):
         return isinstance(b, tuple) and len(a) == len(b) and all(map(same, a, b))
-    if isinstance(a, Message):
+    if isinstance(a, BaseModel):
         return type(a) is type(b) and all(same(getattr(a, n), getattr(b, n)) for n in type(a).model_fields)
     return a == b
 
@@ -92,6 +95,17 @@ SAMPLES: dict[str, Message] = {
     "metrics": Metrics(run="r", service="learner", step=2, values={"loss": -0.25}, series={"lag": [0.0, 1.0]}),
     "eval": EvalResult(run="r", version=5, tasks=128, samples=2, reward_sampled=0.5, reward_greedy=0.75),
     "store_located": StoreLocated(run="r", store="s3://bucket/prefix", endpoint="https://host:9000", region="eu-central-1", at=8.0),
+    "shortcut": Shortcut(
+        run="r", target=Link(version=4, seal="4" * 32), base=Link(version=0, seal="0" * 32), replaces=200, at=8.0,
+        encoding=Encoding(
+            packs=(Pack(digest="5" * 32, size=100, chunks=1),), codec=np.asarray([0, 4], np.uint8), pack=np.asarray([-1, 0], np.int32),
+            offset=np.asarray([0, 20], np.int64), length=np.asarray([0, 80], np.int64), changed=3,
+        ),
+    ).with_seal(),
+    "pins": Pins(
+        run="r", revision=3, pins=(Pin(link=Link(version=4, seal="4" * 32), owner="joiner", at=8.0, until=68.0),),
+        condemned=(Link(version=0, seal="0" * 32),),
+    ),
     "claim": Claim(run="r", schema_of="graded", digest="0" * 32, size=600_000, chunks=2),
 }
 
