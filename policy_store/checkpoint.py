@@ -33,6 +33,9 @@ def whole_folder(final: Path, *, replace: bool) -> Iterator[Path]:
     What an earlier attempt left is removed first. ConfigError when `final` is there and is not to be replaced, or cannot be made.
     With `replace` there is a moment between two renames in which neither is there; what was there lies in `<name>.replaced` then.
     """
+    final = Path(os.path.abspath(final))  # "." and "x/.." have names too
+    if not final.name:
+        raise ConfigError("has no name", field="folder", value=str(final), remedy="name a folder in it")
     partial, replaced = (final.with_name(final.name + suffix) for suffix in (_PARTIAL, _REPLACED))
     if os.path.lexists(final) and not replace:
         raise ConfigError("is there already", field="folder", value=str(final), remedy="name another, or replace it with --force")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import os
 import shutil
 import sys
 from collections.abc import Mapping
@@ -48,7 +49,7 @@ def get(
     """Take a version home as it is: model.safetensors and, where it is known, config.json.
 
     Interrupted, it goes on where it was: packs that were read lie in DIR.packs until the folder is whole."""
-    config = _config(name, run_file)
+    config, packs = _config(name, run_file), Path(f"{os.path.abspath(out)}.packs")
 
     async def body(run: OpenRun) -> int:
         from driftline.policy_store.blobs import DirectoryBlobs
@@ -58,7 +59,6 @@ def get(
         beside = await _beside(run, files, config)
         if not beside:
             typer.echo("no config.json is known of this run: weights only (--files or --run-file say where one is)", err=True)
-        packs = out.with_name(out.name + ".packs")
         async with leased(run, manifest):
             local = CachedBlobs(run.origin, DirectoryBlobs(packs), max_bytes=2**62)
             taken = await _write(run.through(local), manifest, out, Wanted(beside, sys.maxsize, force))

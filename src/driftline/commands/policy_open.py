@@ -143,9 +143,15 @@ async def leased(run: OpenRun, manifest: Manifest) -> AsyncIterator[None]:
 @asynccontextmanager
 async def owned(bus: NatsBus, run: str) -> AsyncIterator[int]:
     """The learner's claim on the run, kept while the block runs; its epoch. HeadConflict when a learner has it, or takes it meanwhile."""
+    from driftline.messages.subjects import Subjects
+    from driftline.messages.types import LearnerOwner
     from driftline.services.learner.ownership import Ownership
 
     claim = Ownership(bus, run, lease_s=LEASE_S)
+    names = Subjects(run)
+    stored = await bus.last(names.stream("CONTROL"), names.learner)
+    if stored is not None and isinstance(stored.message, LearnerOwner) and not stored.message.released:
+        typer.echo(f"process {stored.message.pid} on {stored.message.host} has not let go of the run: waiting up to {LEASE_S:.0f} s for a sign of it", err=True)
     try:
         epoch = await claim.claim()
     except HeadConflict as error:

@@ -227,6 +227,18 @@ def test_a_folder_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
         pass
 
 
+def test_a_folder_may_be_named_by_where_one_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(ConfigError, match="is there already"), whole_folder(Path("."), replace=False):
+        pass
+    with whole_folder(Path("../other/../there"), replace=False) as partial:
+        (partial / "file").write_text("x")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["here", "there"]
+    with pytest.raises(ConfigError, match="has no name"), whole_folder(Path("/"), replace=True):
+        pass
+
+
 def test_a_killed_writer_leaves_the_old_folder_and_the_next_one_clears_up(tmp_path: Path) -> None:
     code = ("import os, pathlib, sys\nfrom driftline.policy_store.checkpoint import whole_folder\n"
             "with whole_folder(pathlib.Path(sys.argv[1]), replace=True) as p:\n (p / 'half').write_text('x'); os._exit(9)")
