@@ -32,7 +32,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -289,7 +289,7 @@ async def many(count: int, folder: Path) -> list[Row]:
                     await heard.until(version)
                     settled.append(time.perf_counter() - began)
                     if version + 1 in (STRETCH, count):
-                        sizes[version + 1] = await stream_bytes(server.url) | {"process": status("RssAnon")}
+                        sizes[version + 1] = await stream_bytes(server.url) | {"process": status("RssAnon"), "disk": on_disk(Path(place))}
                         joined.append(await joining(server.url, version))
                 service.cancel()
                 await asyncio.wait([service])
@@ -306,11 +306,24 @@ async def many(count: int, folder: Path) -> list[Row]:
                         f"{KEEP} versions kept"))
     rows.append(row(f"{count} versions: a reader joins", 1e3 * joined[1], "ms", f"after {STRETCH}", 1e3 * joined[0], joined[0] / joined[1], None,
                     "connects, finds the head and reads its version"))
-    first, last = (sizes[at]["process"] / MIB for at in (STRETCH, count))
-    rows.append(row(f"{count} versions: anonymous memory of writer and service", last, "MiB", f"after {STRETCH}", first, first / last, None,
-                    "one process; RssAnon"))
+    for what, key, note in (
+        ("the broker's files", "disk", f"blocks in use, all streams; {KEEP} versions kept"),
+        ("anonymous memory of writer and service", "process", "one process; RssAnon"),
+    ):
+        first, last = (sizes[at][key] / MIB for at in (STRETCH, count))
+        rows.append(row(f"{count} versions: {what}", last, "MiB", f"after {STRETCH}", first, first / last, None, note))
     print_rows(rows)
     return rows
+
+
+def on_disk(folder: Path) -> int:
+    """Bytes that the files under `folder` take; what vanishes meanwhile takes none."""
+    total = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):
+                total += os.stat(os.path.join(place, name)).st_blocks * 512
+    return total
 
 
 async def joining(url: str, version: int) -> float:
