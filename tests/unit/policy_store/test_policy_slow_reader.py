@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -15,8 +17,9 @@ from policy_wide import Wide, tiny_packs
 
 from driftline.messages.errors import IntegrityError
 from driftline.messages.memory import MemoryBus
+from driftline.messages.nats_bus import NatsBus
 from driftline.messages.subjects import topology
-from driftline.policy_store import MemoryBlobs, PolicyReader
+from driftline.policy_store import JetStreamBlobs, MemoryBlobs, PolicyReader
 from driftline.policy_store.pins import held, pin, pins
 
 MIB = 1024 * 1024
@@ -157,3 +160,46 @@ async def test_a_reader_two_hundred_versions_behind_reads_no_more_than_one_that_
     assert calls_far <= calls + 2 * FULL_EVERY
     assert gets_far <= gets
     assert nbytes_far <= 1.1 * nbytes
+
+
+FOLLOWER = """
+import asyncio, sys
+from contextlib import aclosing
+from driftline.messages.nats_bus import NatsBus
+from driftline.policy_store import JetStreamBlobs, PolicyReader
+
+async def main(url, run):
+    async with await NatsBus.connect(url, name="follower") as bus:
+        reader, state, at = PolicyReader(bus, JetStreamBlobs(bus, run), run), {}, -1
+        async with aclosing(reader.watch()) as heads:
+            async for head in heads:
+                state = await reader.advance(state, at, head.version) if state else await reader.materialise(head.version)
+                at = head.version
+                print(at, flush=True)
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+async def test_a_process_that_is_stopped_and_goes_on_much_later_follows_to_the_newest(nats_url: str, fresh_run: str) -> None:
+    """On a real broker, its connection open all the while."""
+    async with await NatsBus.connect(nats_url, name="slow-reader") as bus:
+        await bus.declare(topology(fresh_run, queue_bytes=16 * MIB, blob_bytes=64 * MIB))
+        life = Life(bus, JetStreamBlobs(bus, fresh_run), fresh_run, Wide(tensors=3))
+        async with life.going(), asyncio.timeout(90):
+            await life.publish(4 * FULL_EVERY)
+            alone, _ = await life.publish(2 * FULL_EVERY)
+            process = await asyncio.create_subprocess_exec(sys.executable, "-c", FOLLOWER, nats_url, fresh_run, stdout=asyncio.subprocess.PIPE)
+            assert process.stdout is not None
+            try:
+                assert int(await process.stdout.readline()) == life.version
+                process.send_signal(signal.SIGSTOP)
+                beside, _ = await life.publish(2 * FULL_EVERY)
+                assert {what: beside[what] for what in ("publish", "blob put", "last")} == {
+                    what: alone[what] for what in ("publish", "blob put", "last")}
+                process.send_signal(signal.SIGCONT)
+                while int(await process.stdout.readline()) != life.version:
+                    pass
+            finally:
+                process.kill()
+                await process.wait()
