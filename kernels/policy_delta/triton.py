@@ -28,7 +28,7 @@ BLOCK = 4096
 _NEAR = 8
 """A block of at most 1 / 8 changes keeps them beside it in the first pass; of one with more, only the marks are kept."""
 
-_WARPS, _COLLECT_WARPS, _GROUP, _CHUNK = 4, 4, 16, 32
+_WARPS, _COLLECT_WARPS, _GROUP, _CHUNK = 4, 4, 8, 64
 _SCATTER = 1024
 _WORDS = 4096
 _ROUNDINGS = {Rounding.NONE: 0, Rounding.BFLOAT16: 1, Rounding.BFLOAT16_IN_FLOAT32: 2}
@@ -93,41 +93,24 @@ def _marks(old, new, first, elements, MASKED: tl.constexpr, WIDTH: tl.constexpr,
 
 
 @triton.jit
-def _keep(old, at, before, after, live, lists, slot, at_out, xor_out, origin, ROUNDING: tl.constexpr, WRITE: tl.constexpr):
-    """List one change a lane, its position less `origin`, and write it."""
-    tl.store(at_out + slot, (at - origin).to(at_out.dtype.element_ty), mask=live & lists)
-    tl.store(xor_out + slot, before ^ after, mask=live & lists)
-    if WRITE:
-        if ROUNDING == 2:
-            tl.store(old + at, after.to(tl.int32) << 16, mask=live)
-        else:
-            tl.store(old + at, after, mask=live)
-
-
-@triton.jit
 def _walk(old, new, first, word, population, slot, at_out, xor_out, origin, lists, WIDTH: tl.constexpr, ROUNDING: tl.constexpr, WRITE: tl.constexpr,
           BLOCK: tl.constexpr):
-    """The set bits of a block's words, four of every word at a time: what they mark is read before any of it is written, so that four reads
-    are under way and not one. Two changes of a block are never of one element, so the order is free."""
+    """The set bits of a block's words, one of every word at a time: list what each marks from `slot` on, its position less `origin`, and
+    write it. (Four at a time was 4 % quicker at 1 % of changes and 15 % slower at 4 %.)"""
     place = first + tl.arange(0, BLOCK // 32) * 32
-    for _ in range((tl.max(population, axis=0) + 3) // 4):
-        second = word & (word - 1)
-        third = second & (second - 1)
-        fourth = third & (third - 1)
-        at_1 = place + _population((word & -word) - 1)
-        at_2 = place + _population((second & -second) - 1)
-        at_3 = place + _population((third & -third) - 1)
-        at_4 = place + _population((fourth & -fourth) - 1)
-        before_1, after_1 = _pair(old, new, at_1, word != 0, True, WIDTH, ROUNDING)
-        before_2, after_2 = _pair(old, new, at_2, second != 0, True, WIDTH, ROUNDING)
-        before_3, after_3 = _pair(old, new, at_3, third != 0, True, WIDTH, ROUNDING)
-        before_4, after_4 = _pair(old, new, at_4, fourth != 0, True, WIDTH, ROUNDING)
-        _keep(old, at_1, before_1, after_1, word != 0, lists, slot, at_out, xor_out, origin, ROUNDING, WRITE)
-        _keep(old, at_2, before_2, after_2, second != 0, lists, slot + 1, at_out, xor_out, origin, ROUNDING, WRITE)
-        _keep(old, at_3, before_3, after_3, third != 0, lists, slot + 2, at_out, xor_out, origin, ROUNDING, WRITE)
-        _keep(old, at_4, before_4, after_4, fourth != 0, lists, slot + 3, at_out, xor_out, origin, ROUNDING, WRITE)
-        word = fourth & (fourth - 1)
-        slot += 4
+    for _ in range(tl.max(population, axis=0)):
+        live = word != 0
+        at = place + _population((word & -word) - 1)
+        before, after = _pair(old, new, at, live, True, WIDTH, ROUNDING)
+        tl.store(at_out + slot, (at - origin).to(at_out.dtype.element_ty), mask=live & lists)
+        tl.store(xor_out + slot, before ^ after, mask=live & lists)
+        if WRITE:
+            if ROUNDING == 2:
+                tl.store(old + at, after.to(tl.int32) << 16, mask=live)
+            else:
+                tl.store(old + at, after, mask=live)
+        word = word & (word - 1)
+        slot += 1
 
 
 @triton.jit

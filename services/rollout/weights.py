@@ -125,6 +125,10 @@ class EngineWeights:
             differs = before.view(kind) != after.view(kind)
             if np.count_nonzero(differs) <= WHOLE_SHARE * differs.size:
                 at = np.flatnonzero(differs).astype(np.int32)
+        self.changed(shard, at)
+
+    def changed(self, shard: Shard, at: _Positions | None) -> None:
+        """As `seen`, for who knows the positions that changed; None: the whole shard."""
         with self._lock:
             key = (shard.name, shard.start)
             known = self._dirty.shards.setdefault(key, [])
