@@ -17,7 +17,7 @@ import structlog
 
 from driftline.messages.errors import BrokerUnavailable, IntegrityError
 from driftline.policy_store.manifest import PolicyHead
-from driftline.policy_store.reader import PolicyReader
+from driftline.policy_store.reader import PolicyReader, VersionCollected
 from driftline.policy_store.tensor import Bytes1D, Shard, State, state_digest
 
 __all__ = ["Follower", "Updates"]
@@ -92,7 +92,7 @@ class Updates:
         try:
             async with asyncio.timeout(self._advance_s):
                 moved = await self._reader.advance(state, self.version, head.version, seen=follower.seen if follower else None)
-        except (TimeoutError, BrokerUnavailable) as error:
+        except (TimeoutError, BrokerUnavailable, VersionCollected) as error:
             self.given_up += 1
             cause = str(error) or f"it did not end within {self._advance_s:g} s"
             log.warning("update given up, reading the version afresh", from_version=self.version, version=head.version, cause=cause)
@@ -106,15 +106,26 @@ class Updates:
             follower.afresh()
 
     async def _read(self) -> None:
-        head = self.head
-        assert head is not None
         try:
             async with asyncio.timeout(self._read_s):
-                state = await self._reader.materialise_manifest(await self._reader.load(head.link))
+                head, state = await self._newest()
         except TimeoutError as error:
-            raise BrokerUnavailable(f"the policy was not read within {self._read_s:g} s", field="version", value=head.version,
-                                    remedy="is the blob store reachable from here?") from error
+            raise BrokerUnavailable(f"the policy was not read within {self._read_s:g} s", field="version",
+                                    value=self.head.version if self.head else -1, remedy="is the blob store reachable from here?") from error
         await self._adopt(head, state)
+
+    async def _newest(self) -> tuple[PolicyHead, State]:
+        """The head's weights; when a slow read outlived its version, those of the head there is by then."""
+        while True:
+            head = self.head
+            assert head is not None
+            try:
+                return head, await self._reader.materialise_manifest(await self._reader.load(head.link))
+            except VersionCollected as error:
+                await self.look()
+                if self.head == head:
+                    raise
+                log.warning("the version was collected while it was read, going on with the head", version=head.version, cause=str(error))
 
     async def _adopt(self, head: PolicyHead, state: State) -> None:
         digest = await asyncio.to_thread(state_digest, state)
