@@ -79,8 +79,7 @@ def encode_delta(base: Bytes1D, new: Bytes1D, width: int, *, exponent: tuple[int
     _check_shard(base, width)
     if base.size != new.size:
         raise IntegrityError(f"base has {base.size} bytes, new {new.size}", field="shard", value=new.size)
-    at = _changed(base, new, width)
-    return _encode(base, new, at, width, exponent, form, whole=lambda: new, gathered=False)
+    return _encode(base, _changes(base, new, width), width, exponent, form, whole=lambda: new)
 
 
 def encode_changes(base: Bytes1D, changes: Changes, width: int, *, exponent: tuple[int, int] | None = None,
@@ -93,14 +92,13 @@ def encode_changes(base: Bytes1D, changes: Changes, width: int, *, exponent: tup
         raise IntegrityError("changes are int32 positions and as many elements", field="changes", value=(at.dtype, xor.dtype, at.shape, xor.shape))
     if at.size and (at[0] < 0 or at[-1] >= old_n.size or not (at[1:] > at[:-1]).all() or not xor.all()):
         raise IntegrityError(f"positions must ascend within {old_n.size} elements, and no XOR be zero", field="changes", value=at.size)
-    new_at = old_n[at] ^ xor
 
     def whole() -> Bytes1D:
         new = base.copy()
-        new.view(_UINT[width])[at] = new_at
+        new.view(_UINT[width])[at] ^= xor
         return new
 
-    return _encode(base, new_at.view(np.uint8), np.ascontiguousarray(at), width, exponent, form, whole=whole, gathered=True)
+    return _encode(base, Changes(np.ascontiguousarray(at), np.ascontiguousarray(xor)), width, exponent, form, whole=whole)
 
 
 def encode_full(new: Bytes1D, width: int) -> EncodedShard:
@@ -168,45 +166,46 @@ def changes(codec: Codec, payload: bytes | memoryview, base: Bytes1D, width: int
             return None
 
 
-def _encode(base: Bytes1D, new: Bytes1D, at: npt.NDArray[np.int32], width: int, exponent: tuple[int, int] | None, form: DeltaForm, *,
-            whole: Callable[[], Bytes1D], gathered: bool) -> EncodedShard:
-    """`new` is the whole shard, or with `gathered` its changed elements; `whole` gives the whole shard."""
-    if at.size == 0:
+def _encode(base: Bytes1D, changes: Changes, width: int, exponent: tuple[int, int] | None, form: DeltaForm, *,
+            whole: Callable[[], Bytes1D]) -> EncodedShard:
+    """`whole` gives the new shard, where it is needed."""
+    changed = changes.at.size
+    if changed == 0:
         return EncodedShard(Codec.UNCHANGED, b"", 0)
-    if form is DeltaForm.FAST and at.size <= SPARSE_MAX * (base.size // width):
-        return EncodedShard(Codec.SPARSE, _sections(_sparse(base, new, at, width, gathered)), at.size)
-    ranked = _ranked(base, new, at, width, exponent or NO_EXPONENT, gathered) if form is DeltaForm.SMALL else None
+    if form is DeltaForm.FAST and changed <= SPARSE_MAX * (base.size // width):
+        return EncodedShard(Codec.SPARSE, _sections(_sparse(changes, base.size // width)), changed)
+    ranked = _ranked(base, changes, exponent or NO_EXPONENT) if form is DeltaForm.SMALL else None
     if ranked is not None and len(ranked) <= RANKED_WORTH * base.size:
-        return EncodedShard(Codec.RANKED, ranked, at.size)
+        return EncodedShard(Codec.RANKED, ranked, changed)
     new = whole()
-    best = EncodedShard(Codec.DENSE, _sections(_planes(new, width, xor=base)), at.size)
+    best = EncodedShard(Codec.DENSE, _sections(_planes(new, width, xor=base)), changed)
     if ranked is not None and len(ranked) <= len(best.payload):
-        best = EncodedShard(Codec.RANKED, ranked, at.size)
+        best = EncodedShard(Codec.RANKED, ranked, changed)
     if len(best.payload) > FULL_WORTH * new.size:
         full = _sections(_planes(new, width))
         if len(full) < len(best.payload):
-            return EncodedShard(Codec.FULL, full, at.size)
+            return EncodedShard(Codec.FULL, full, changed)
     return best
 
 
-def _changed(base: Bytes1D, new: Bytes1D, width: int) -> npt.NDArray[np.int32]:
+def _changes(base: Bytes1D, new: Bytes1D, width: int) -> Changes:
     if kernels.native is not None:
-        return kernels.native.changed(base, new, width)
-    return np.flatnonzero(base.view(_UINT[width]) != new.view(_UINT[width])).astype(np.int32)
+        return kernels.native.changes(base, new, width)
+    xor: _Elements = np.bitwise_xor(base.view(_UINT[width]), new.view(_UINT[width]))
+    at = np.flatnonzero(xor)
+    return Changes(at.astype(np.int32), xor[at])
 
 
-def _ranked(base: Bytes1D, new: Bytes1D, at: npt.NDArray[np.int32], width: int, exponent: tuple[int, int], gathered: bool) -> bytes | None:
+def _ranked(base: Bytes1D, changes: Changes, exponent: tuple[int, int]) -> bytes | None:
     if kernels.native is not None:
-        return kernels.native.ranked_encode(base, new, at, width, exponent, gathered=gathered)
-    return ranked_encode(base.view(_UINT[width]), new.view(_UINT[width]), at, exponent, gathered=gathered)
+        return kernels.native.ranked_encode(base, changes, exponent)
+    return ranked_encode(base.view(changes.xor.dtype), changes, exponent)
 
 
-def _sparse(base: Bytes1D, new: Bytes1D, at: npt.NDArray[np.int32], width: int, gathered: bool) -> list[Bytes1D]:
+def _sparse(changes: Changes, elements: int) -> list[Bytes1D]:
     if kernels.native is not None:
-        return kernels.native.sparse_pack(base, new, at, width, gathered=gathered)
-    new_n = new.view(_UINT[width])
-    xor = base.view(_UINT[width])[at] ^ (new_n if gathered else new_n[at])
-    return [_gaps(at), *_planes(xor.view(np.uint8), width)]
+        return kernels.native.sparse_pack(changes, elements)
+    return [_gaps(changes.at), *_planes(changes.xor.view(np.uint8), changes.xor.itemsize)]
 
 
 def _sparse_parts(payload: bytes | memoryview, shard: _Elements) -> tuple[Bytes1D, list[Bytes1D]]:

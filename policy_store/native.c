@@ -5,7 +5,6 @@
  * Little-endian machines only (native.py looks). The numpy code in codec.py and ranked.py does the same, byte for byte. */
 
 #include <stdint.h>
-#include <stdlib.h>
 #include <string.h>
 
 #define API __attribute__((visibility("default")))
@@ -43,6 +42,27 @@ static inline void store(uint8_t *x, size_t i, int width, uint64_t value) {
     case 4: ((U32 *)x)[i] = (uint32_t)value; break;
     default: ((U64 *)x)[i] = value; break;
     }
+}
+
+/* Memory lent for one call: the caller keeps it from call to call, so that its pages are there already. */
+typedef struct {
+    uint8_t *at, *end;
+} Arena;
+
+/* The next `size` bytes of it, on a cache line; NULL, from then on, when it is used up. */
+static void *carve(Arena *arena, size_t size) {
+    size_t whole = (size + 63) / 64 * 64;
+    if (arena->at == NULL || whole > (size_t)(arena->end - arena->at)) {
+        arena->at = NULL;
+        return NULL;
+    }
+    arena->at += whole;
+    return arena->at - whole;
+}
+
+static Arena arena_of(uint8_t *scratch, size_t size) {
+    size_t skip = (64 - (uintptr_t)scratch % 64) % 64;
+    return skip > size ? (Arena){NULL, NULL} : (Arena){scratch + skip, scratch + size};
 }
 
 /* The lowest bit set; 0 of none, which callers write where it is overwritten. */
@@ -122,10 +142,29 @@ FN inline uint64_t gathered_avx2(const uint8_t *byte, int p) {
     uint32_t low = (uint32_t)_mm256_movemask_epi8(_mm256_sll_epi16(a, up));
     return low | (uint64_t)(uint32_t)_mm256_movemask_epi8(_mm256_sll_epi16(b, up)) << 32;
 }
+FN inline void spread_avx2(const uint64_t *plane, uint64_t valid, uint64_t *mask) {
+    for (int b = 0; b < BUCKETS; b += 4) {
+        __m256i m = _mm256_set1_epi64x((long long)valid);
+        for (int p = 0; p < 4; p++)
+            m = _mm256_and_si256(m, _mm256_xor_si256(_mm256_set1_epi64x((long long)plane[p]), _mm256_loadu_si256((const __m256i *)&INVERT[p][b])));
+        _mm256_storeu_si256((__m256i *)(mask + b), m);
+    }
+}
+FN inline void count_avx2(const uint64_t *base, const uint64_t *mask, uint64_t *out) {
+    const __m256i ones = _mm256_setr_epi8(0, 1, 1, 2, 1, 2, 2, 3, 1, 2, 2, 3, 2, 3, 3, 4, 0, 1, 1, 2, 1, 2, 2, 3, 1, 2, 2, 3, 2, 3, 3, 4);
+    const __m256i nibble = _mm256_set1_epi8(15);
+    for (int b = 0; b < BUCKETS; b += 4) { /* by a table of the sixteen nibbles, summed over each 64 bits */
+        __m256i m = _mm256_loadu_si256((const __m256i *)(mask + b));
+        __m256i low = _mm256_shuffle_epi8(ones, _mm256_and_si256(m, nibble));
+        __m256i high = _mm256_shuffle_epi8(ones, _mm256_and_si256(_mm256_srli_epi16(m, 4), nibble));
+        __m256i sum = _mm256_sad_epu8(_mm256_add_epi8(low, high), _mm256_setzero_si256());
+        _mm256_storeu_si256((__m256i *)(out + b), _mm256_add_epi64(_mm256_loadu_si256((const __m256i *)(base + b)), sum));
+    }
+}
 #define PLANES(key, plane) for (int p = 0; p < 4; p++) plane[p] = gathered_avx2(key, p)
 #define FLAGS(flag) gathered_avx2(flag, 0)
-#define SPREAD(plane, valid, mask) spread(plane, valid, mask)
-#define COUNT(base, mask, out) count(base, mask, out)
+#define SPREAD(plane, valid, mask) spread_avx2(plane, valid, mask)
+#define COUNT(base, mask, out) count_avx2(base, mask, out)
 #define BELOW(a, b) below(a, b)
 #define SELECT(mask, r) nth_bit(mask, r) /* pdep is microcode on the AMD parts that stop at AVX2 */
 #include "native_scan.h"
@@ -187,21 +226,25 @@ static int level(void) { return 0; }
 
 #include "native_ranked.h"
 
+/* Changed with any signature below: a library of another number is not used. */
+API int dl_interface(void) { return 1; }
+
 /* Which instructions are used: 0 portable, 1 AVX2, 2 AVX-512; never more than `at_most` from now on. */
 API int dl_level(int at_most) {
     limit = at_most;
     return level();
 }
 
-API size_t dl_changed(const uint8_t *a, const uint8_t *b, size_t n, int width, int32_t *at) { return BEST(changed, a, b, n, width, at); }
+API size_t dl_changed(const uint8_t *a, const uint8_t *b, size_t n, int width, int32_t *at, uint8_t *xor_out) {
+    return BEST(changed, a, b, n, width, at, xor_out);
+}
 
 API void dl_split(const uint8_t *a, const uint8_t *b, size_t n, int width, uint8_t *planes) { BEST(split, a, b, n, width, planes); }
 
 API void dl_merge(const uint8_t *const *planes, size_t n, int width, int flip, uint8_t *out) { BEST(merge, planes, n, width, flip, out); }
 
-/* SPARSE: gap bytes of m ascending positions (room for m + n / 255), and the planes of old XOR new; returns the gap bytes. */
-API size_t dl_sparse_pack(const uint8_t *old, const uint8_t *new, const int32_t *at, size_t m, int gathered_new, int width, uint8_t *gaps,
-                          uint8_t *planes) {
+/* SPARSE: gap bytes of m ascending positions (room for m + n / 255), and the planes of their XORs; returns the gap bytes. */
+API size_t dl_sparse_pack(const int32_t *at, const uint8_t *flips, size_t m, int width, uint8_t *gaps, uint8_t *planes) {
     size_t written = 0;
     int32_t next = 0;
     for (size_t i = 0; i < m; i++) {
@@ -209,9 +252,8 @@ API size_t dl_sparse_pack(const uint8_t *old, const uint8_t *new, const int32_t 
         for (; gap >= 255; gap -= 255) gaps[written++] = 255;
         gaps[written++] = (uint8_t)gap;
         next = at[i] + 1;
-        uint64_t x = load(old, (size_t)at[i], width) ^ load(new, gathered_new ? i : (size_t)at[i], width);
-        for (int k = 0; k < width; k++) planes[(size_t)k * m + i] = (uint8_t)(x >> (8 * k));
     }
+    BEST(split, flips, NULL, m, width, planes);
     return written;
 }
 
@@ -250,51 +292,42 @@ static unsigned top_of(const uint8_t *x, size_t n, int width, unsigned low, unsi
     return top;
 }
 
-/* RANKED: the payload into `out` (at most `most` bytes); its size, or FIT when it is larger, or NO_MEMORY. `at` ends with a sentinel. */
-API long dl_ranked_encode(const uint8_t *old, const uint8_t *new, const int32_t *at, size_t m, int gathered_new, size_t n, int width,
-                          unsigned low, unsigned bits, uint8_t *out, size_t most) {
+/* RANKED: the payload into `out` (at most `most` bytes); its size, or FIT when it is larger, or NO_MEMORY for want of scratch: it takes
+ * 45 m + 3 most bytes and 2 KiB. `at` ends with a sentinel; `flips` are the XORs there. */
+API long dl_ranked_encode(const uint8_t *old, const int32_t *at, const uint8_t *flips, size_t m, size_t n, int width, unsigned low, unsigned bits,
+                          uint8_t *scratch, size_t scratch_size, uint8_t *out, size_t most) {
     Window w = window_of(low, bits, top_of(old, n, width, low, bits));
-    uint64_t total[BUCKETS], field = ~(uint64_t)0 >> (64 - 8 * width), *diff = malloc(8 * m + 8);
-    uint32_t *rank = malloc(8 * m + 8), *sorted = rank == NULL ? NULL : rank + m;
-    uint8_t *bucket = malloc(m + 1);
+    Arena arena = arena_of(scratch, scratch_size);
+    uint64_t total[BUCKETS], field = ~(uint64_t)0 >> (64 - 8 * width), *diff = carve(&arena, 8 * m), *sorted_diff = carve(&arena, 8 * m);
+    uint32_t *rank = carve(&arena, 4 * m), *sorted = carve(&arena, 4 * m);
+    uint8_t *bucket = carve(&arena, m);
     size_t first[BUCKETS + 1] = {0}, to[BUCKETS];
-    long size = NO_MEMORY;
-    if (diff != NULL && rank != NULL && bucket != NULL) {
-        BEST(rank, old, n, width, w, at, bucket, rank, total);
-        for (size_t i = 0; i < m; i++) first[bucket[i] + 1]++;
-        for (int b = 0; b < BUCKETS; b++) first[b + 1] += first[b], to[b] = first[b];
-        for (size_t i = 0; i < m; i++) {
-            size_t place = to[bucket[i]]++, position = (size_t)at[i];
-            sorted[place] = rank[i];
-            diff[place] = (load(new, gathered_new ? i : position, width) - load(old, position, width)) & field;
-        }
-        size = write_ranked(sorted, diff, first, total, width, w, out, most);
+    if (bucket == NULL) return NO_MEMORY;
+    BEST(rank, old, n, width, w, at, flips, bucket, rank, diff, total);
+    for (size_t i = 0; i < m; i++) first[bucket[i] + 1]++;
+    for (int b = 0; b < BUCKETS; b++) first[b + 1] += first[b], to[b] = first[b];
+    for (size_t i = 0; i < m; i++) {
+        size_t place = to[bucket[i]]++;
+        sorted[place] = rank[i];
+        sorted_diff[place] = diff[i] & field;
     }
-    free(diff), free(rank), free(bucket);
-    return size;
+    return write_ranked(sorted, sorted_diff, first, total, width, w, &arena, out, most);
 }
 
-/* RANKED applied to x, or, with `at` (room for n), its positions and XORs written and x left alone: their number, or MALFORMED or
- * NO_MEMORY. `window` gets the payload's exponent field. */
-API long dl_ranked_apply(const uint8_t *payload, size_t length, uint8_t *x, size_t n, int width, int32_t *at, uint8_t *xor_out) {
-    Plan *plan = malloc(sizeof *plan);
-    if (plan == NULL) return NO_MEMORY;
-    long result = read_plan(payload, length, n, width, plan);
-    if (result == 0) {
-        const uint32_t *order[BUCKETS];
-        const uint64_t *value[BUCKETS];
-        uint64_t total[BUCKETS];
-        uint32_t *rank = malloc(4 * (plan->changed + BUCKETS));
-        uint64_t *diff = malloc(8 * plan->changed);
-        result = rank == NULL || diff == NULL ? NO_MEMORY : read_ranked(plan, width, rank, diff, order, value);
-        if (result == 0) {
-            size_t placed = BEST(place, x, n, width, plan->window, order, value, at, xor_out, total);
-            result = placed == plan->changed ? (long)placed : MALFORMED;
-            for (int b = 0; b < BUCKETS; b++)
-                if (plan->bucket[b].ranks.inverted && total[b] != plan->bucket[b].ranks.of) result = MALFORMED;
-        }
-        free(rank), free(diff);
-    }
-    free(plan);
-    return result;
+/* RANKED applied to x, or, with `at` (room for n), its positions and XORs written and x left alone: their number, or MALFORMED, or
+ * NO_MEMORY for want of scratch: it takes 21 bytes for each element or bit of payload, whichever are fewer, and the payload's and 2 KiB. */
+API long dl_ranked_apply(const uint8_t *payload, size_t length, uint8_t *x, size_t n, int width, uint8_t *scratch, size_t scratch_size,
+                         int32_t *at, uint8_t *xor_out) {
+    Plan plan;
+    const uint32_t *order[BUCKETS];
+    const uint64_t *value[BUCKETS];
+    uint64_t total[BUCKETS];
+    Arena arena = arena_of(scratch, scratch_size);
+    if (read_plan(payload, length, n, width, &plan)) return MALFORMED;
+    int failed = read_ranked(&plan, width, &arena, order, value);
+    if (failed) return failed;
+    size_t placed = BEST(place, x, n, width, plan.window, order, value, at, xor_out, total);
+    for (int b = 0; b < BUCKETS; b++)
+        if (plan.bucket[b].ranks.inverted && total[b] != plan.bucket[b].ranks.of) return MALFORMED;
+    return placed == plan.changed ? (long)placed : MALFORMED;
 }

@@ -11,6 +11,7 @@ import ctypes
 import importlib.machinery
 import os
 import sys
+import threading
 from collections.abc import Sequence
 from ctypes import c_int, c_long, c_size_t, c_uint, c_void_p
 from pathlib import Path
@@ -24,6 +25,9 @@ from driftline.policy_store.forms import Changes
 from driftline.policy_store.tensor import Bytes1D
 
 __all__ = ["Native", "native", "open_native"]
+
+_INTERFACE = 1
+"""Of `dl_interface`: arguments would be misread by a library that was built from other sources."""
 
 _FIT, _NO_MEMORY = -1, -2
 _SLACK = 4
@@ -43,29 +47,32 @@ class Native:
             function.restype, function.argtypes = result, list(arguments)
             return function
 
+        if bind("dl_interface", c_int)() != _INTERFACE:
+            raise OSError(f"{path} was built from other sources")
         pointer = c_void_p
         self._level = bind("dl_level", c_int, c_int)
-        self._changed = bind("dl_changed", c_size_t, pointer, pointer, c_size_t, c_int, pointer)
+        self._changed = bind("dl_changed", c_size_t, pointer, pointer, c_size_t, c_int, pointer, pointer)
         self._split = bind("dl_split", None, pointer, pointer, c_size_t, c_int, pointer)
         self._merge = bind("dl_merge", None, pointer, c_size_t, c_int, c_int, pointer)
-        self._sparse_pack = bind("dl_sparse_pack", c_size_t, pointer, pointer, pointer, c_size_t, c_int, c_int, pointer, pointer)
+        self._sparse_pack = bind("dl_sparse_pack", c_size_t, pointer, pointer, c_size_t, c_int, pointer, pointer)
         self._sparse_apply = bind("dl_sparse_apply", c_int, pointer, c_size_t, pointer, c_size_t, pointer, c_size_t, c_int, pointer, pointer)
-        self._ranked_encode = bind("dl_ranked_encode", c_long, pointer, pointer, pointer, c_size_t, c_int, c_size_t, c_int, c_uint, c_uint,
-                                   pointer, c_size_t)
-        self._ranked_apply = bind("dl_ranked_apply", c_long, pointer, c_size_t, pointer, c_size_t, c_int, pointer, pointer)
+        self._ranked_encode = bind("dl_ranked_encode", c_long, pointer, pointer, pointer, c_size_t, c_size_t, c_int, c_uint, c_uint,
+                                   pointer, c_size_t, pointer, c_size_t)
+        self._ranked_apply = bind("dl_ranked_apply", c_long, pointer, c_size_t, pointer, c_size_t, c_int, pointer, c_size_t, pointer, pointer)
+        self._scratch = _Scratch()
 
     def level(self, at_most: int = 2) -> int:
         """The instructions in use (0 portable, 1 AVX2, 2 AVX-512), held to `at_most` in this process from now on."""
         return int(self._level(at_most))
 
-    def changed(self, base: Bytes1D, new: Bytes1D, width: int) -> npt.NDArray[np.int32]:
-        """Positions int32 [n], ascending, of the elements that differ."""
+    def changes(self, base: Bytes1D, new: Bytes1D, width: int) -> Changes:
+        """The elements that differ."""
         elements = _elements(base, width)
         _elements(new, width, elements)
-        at = np.empty(elements + _SLACK, np.int32)
-        count = self._changed(_address(base), _address(new), elements, width, _address(at))
+        at, xor = np.empty(elements + _SLACK, np.int32), np.empty(elements + _SLACK, f"<u{width}")
+        count = self._changed(_address(base), _address(new), elements, width, _address(at), _address(xor))
         at[count] = _END
-        return at[:count]
+        return Changes(at[:count], xor[:count])
 
     def split(self, data: Bytes1D, width: int, *, xor: Bytes1D | None = None) -> list[Bytes1D]:
         """Byte planes, lowest first, of `data`, or of `data` XOR `xor`."""
@@ -81,13 +88,11 @@ class Native:
         elements = _elements(out, len(planes))
         self._merge(_pointers(planes, elements), elements, len(planes), xor, _address(out))
 
-    def sparse_pack(self, base: Bytes1D, new: Bytes1D, at: npt.NDArray[np.int32], width: int, *, gathered: bool) -> list[Bytes1D]:
-        """Gap bytes and value planes of the changed elements; `gathered`: `new` holds just those, in the order of `at`."""
-        elements = _elements(base, width)
-        _elements(new, width, at.size if gathered else elements)
-        gaps = np.empty(at.size + elements // 255 + 1, np.uint8)
-        planes = np.empty((width, at.size), np.uint8)
-        written = self._sparse_pack(_address(base), _address(new), _address(at), at.size, gathered, width, _address(gaps), _address(planes))
+    def sparse_pack(self, changes: Changes, elements: int) -> list[Bytes1D]:
+        """Gap bytes and value planes of changes to a shard of so many elements."""
+        count, width = changes.at.size, changes.xor.itemsize
+        gaps, planes = np.empty(count + elements // 255 + 1, np.uint8), np.empty((width, count), np.uint8)
+        written = self._sparse_pack(_address(changes.at), _address(changes.xor), count, width, _address(gaps), _address(planes))
         return [gaps[:written], *planes]
 
     def sparse_apply(self, gaps: Bytes1D, planes: Sequence[Bytes1D], out: Bytes1D) -> None:
@@ -99,15 +104,15 @@ class Native:
         self._sparse(gaps, planes, base, found.at, found.xor)
         return found
 
-    def ranked_encode(self, base: Bytes1D, new: Bytes1D, at: npt.NDArray[np.int32], width: int, exponent: tuple[int, int], *,
-                      gathered: bool) -> bytes | None:
+    def ranked_encode(self, base: Bytes1D, changes: Changes, exponent: tuple[int, int]) -> bytes | None:
         """The payload, or None when it would be larger than the shard."""
+        count, width = changes.at.size, changes.xor.itemsize
         elements = _elements(base, width)
-        _elements(new, width, at.size if gathered else elements)
-        ended = _ended(at)
+        ended = _ended(changes.at)
         out = np.empty(base.size, np.uint8)
-        size = self._ranked_encode(_address(base), _address(new), _address(ended), at.size, gathered, elements, width, *exponent,
-                                   _address(out), out.size)
+        scratch = self._scratch.of(45 * count + 3 * out.size + 2048)
+        size = self._ranked_encode(_address(base), _address(ended), _address(changes.xor), count, elements, width, *exponent,
+                                   _address(scratch), scratch.size, _address(out), out.size)
         if size == _NO_MEMORY:
             raise MemoryError
         return None if size == _FIT else out[:size].tobytes()
@@ -133,13 +138,31 @@ class Native:
                 xor: npt.NDArray[Any] | None) -> int:
         elements = _elements(shard, width)
         data = np.frombuffer(payload, np.uint8)
-        count = self._ranked_apply(_address(data), data.size, _address(shard), elements, width,
+        scratch = self._scratch.of(21 * min(elements, 8 * data.size) + data.size + 2048)
+        count = self._ranked_apply(_address(data), data.size, _address(shard), elements, width, _address(scratch), scratch.size,
                                    None if at is None else _address(at), None if xor is None else _address(xor))
         if count == _NO_MEMORY:
             raise MemoryError
         if count < 0:
             raise IntegrityError(f"not a ranked payload for {elements} elements", field="payload", value=data.size)
         return int(count)
+
+
+class _Scratch(threading.local):
+    """Memory of a thread that it uses again and again: fresh pages would cost more than the work done in them."""
+
+    KEPT = 16 * 1024 * 1024
+    """More is only needed where most elements of a shard change, and is then given back at once."""
+
+    def __init__(self) -> None:
+        self.kept: Bytes1D = np.empty(0, np.uint8)
+
+    def of(self, size: int) -> Bytes1D:
+        if size > self.KEPT:
+            return np.empty(size, np.uint8)
+        if size > self.kept.size:
+            self.kept = np.empty(min(2 * size, self.KEPT), np.uint8)
+        return self.kept
 
 
 def _address(array: npt.NDArray[Any]) -> int:
@@ -180,7 +203,7 @@ def open_native() -> Native | None:
         if path.exists():
             try:
                 return Native(path)
-            except (OSError, AttributeError):  # built for another machine, or by an older version
+            except (OSError, AttributeError):  # built for another machine, or from older sources: pip install again
                 return None
     return None
 

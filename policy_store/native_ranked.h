@@ -1,13 +1,13 @@
 /* The bit streams of a RANKED payload (docs/delta_format.md): subsets as Rice-coded gaps, magnitudes as layers of subsets.
  * The same bytes and the same refusals as ranked.py, which is the reference. */
 
-enum { LAYERS = 32, TAIL = 16, TAIL_MOST = 24, LOW_MOST = 48, HEAD = 6, ESCAPED = 255, FIT = -1, NO_MEMORY = -2, MALFORMED = -3 };
+enum { LAYERS = 32, TAIL = 16, TAIL_MOST = 24, LOW_MOST = 48, HEAD = 6, SPARE = 16, ESCAPED = 255, FIT = -1, NO_MEMORY = -2, MALFORMED = -3 };
 
 /* ---------------------------------------------------------------- writing */
 
 typedef struct {
-    uint8_t *data;
-    size_t bits, room; /* room in bytes, with eight to spare for whole-word stores */
+    uint8_t *data; /* room for `most` bytes and `SPARE` more, for whole-word stores */
+    size_t bits, cleared;
 } Bits;
 
 typedef struct {
@@ -17,15 +17,15 @@ typedef struct {
     uint32_t *others, *gaps;
 } Writer;
 
+/* Clear the way for more bits; FIT when they are too many. */
 static int reserve(Bits *stream, size_t more, size_t most) {
-    size_t need = (stream->bits + more) / 8 + 16;
-    if ((stream->bits + more + 7) / 8 > most) return FIT;
-    if (need <= stream->room) return 0;
-    size_t room = need * 2;
-    uint8_t *data = realloc(stream->data, room);
-    if (data == NULL) return NO_MEMORY;
-    memset(data + stream->room, 0, room - stream->room);
-    stream->data = data, stream->room = room;
+    size_t need = (stream->bits + more + 7) / 8;
+    if (need > most) return FIT;
+    if (need + SPARE > stream->cleared) {
+        size_t clear = need + SPARE + 4096 < most + SPARE ? need + SPARE + 4096 : most + SPARE;
+        memset(stream->data + stream->cleared, 0, clear - stream->cleared);
+        stream->cleared = clear;
+    }
     return 0;
 }
 
@@ -146,19 +146,22 @@ static int put_bucket(Writer *w, const uint32_t *rank, const uint64_t *diff, siz
 
 /* The payload of m changed elements in bucket order (`first[b]`..`first[b + 1]` are bucket b's), into `out` of at most `most` bytes. */
 static long write_ranked(const uint32_t *rank, const uint64_t *diff, const size_t *first, const uint64_t *total, int width, Window w,
-                         uint8_t *out, size_t most) {
+                         Arena *arena, uint8_t *out, size_t most) {
     size_t m = first[BUCKETS], size = 0;
     Writer writer = {.most = most};
-    uint64_t *level = malloc(8 * m + 8);
-    uint32_t *scratch = malloc(12 * m + 16);
-    int failed = level == NULL || scratch == NULL ? NO_MEMORY : 0;
+    uint64_t *level = carve(arena, 8 * m);
+    uint32_t *index = carve(arena, 4 * m);
+    writer.others = carve(arena, 4 * m), writer.gaps = carve(arena, 4 * m);
+    writer.low.data = carve(arena, most + SPARE), writer.unary.data = carve(arena, most + SPARE);
+    writer.escapes.data = carve(arena, most + SPARE);
+    if (writer.escapes.data == NULL) return NO_MEMORY;
+    int failed = 0;
     unsigned present = 0;
-    writer.others = scratch, writer.gaps = scratch + m;
     for (int b = 0; b < BUCKETS && !failed; b++) {
         size_t from = first[b], count = first[b + 1] - from;
         if (count == 0) continue;
         present |= 1u << b;
-        failed = put_bucket(&writer, rank + from, diff + from, count, total[b], width, level, scratch + 2 * m);
+        failed = put_bucket(&writer, rank + from, diff + from, count, total[b], width, level, index);
     }
     if (!failed) {
         uint8_t sizes[16];
@@ -181,7 +184,6 @@ static long write_ranked(const uint32_t *rank, const uint64_t *diff, const size_
             if (escapes) memcpy(out, writer.escapes.data, escapes);
         }
     }
-    free(writer.low.data), free(writer.unary.data), free(writer.escapes.data), free(level), free(scratch);
     return failed ? failed : (long)size;
 }
 
@@ -363,28 +365,26 @@ static int read_plan(const uint8_t *at, size_t length, size_t n, int width, Plan
     return ones == plan->codes ? 0 : MALFORMED;
 }
 
-/* Every bucket's ranks and differences, ready for `place`, in lists of plan->changed + BUCKETS. */
-static int read_ranked(const Plan *plan, int width, uint32_t *rank, uint64_t *diff, const uint32_t **order, const uint64_t **value) {
+/* Every bucket's ranks and differences, ready for `place`. */
+static int read_ranked(const Plan *plan, int width, Arena *arena, const uint32_t **order, const uint64_t **value) {
     static const uint32_t none = NONE;
-    size_t low = (size_t)(plan->unary - plan->low), unary = (size_t)(plan->escapes - plan->unary), room = plan->largest + 1;
-    uint8_t *streams = calloc(low + unary + 16, 1);
-    uint32_t *lists = malloc(room * (2 * sizeof(uint32_t) + 1));
-    int failed = streams == NULL || lists == NULL ? NO_MEMORY : 0;
-    if (!failed) {
-        memcpy(streams, plan->low, low);
-        memcpy(streams + low + 8, plan->unary, unary);
-        Reader reader = {.low = streams, .unary = streams + low + 8};
-        memcpy(&reader.word, reader.unary, 8);
-        const uint8_t *escape = plan->escapes;
-        for (int b = 0; b < BUCKETS && !failed; b++) {
-            size_t m = plan->bucket[b].ranks.chosen;
-            order[b] = m ? rank : &none, value[b] = diff;
-            if (m == 0) continue;
-            failed = read_bucket(&reader, &plan->bucket[b], width, &escape, plan->end, rank, diff, lists, lists + room, (uint8_t *)(lists + 2 * room));
-            rank += m + 1, diff += m;
-        }
-        if (!failed && escape != plan->end) failed = MALFORMED;
+    size_t low = (size_t)(plan->unary - plan->low), unary = (size_t)(plan->escapes - plan->unary), largest = plan->largest;
+    uint32_t *rank = carve(arena, 4 * (plan->changed + BUCKETS)), *index = carve(arena, 4 * largest), *scratch = carve(arena, 4 * largest);
+    uint64_t *diff = carve(arena, 8 * plan->changed);
+    uint8_t *level = carve(arena, largest), *lows = carve(arena, low + 8), *runs = carve(arena, unary + 8);
+    if (runs == NULL) return NO_MEMORY;
+    memcpy(lows, plan->low, low), memset(lows + low, 0, 8);
+    memcpy(runs, plan->unary, unary), memset(runs + unary, 0, 8);
+    Reader reader = {.low = lows, .unary = runs};
+    memcpy(&reader.word, runs, 8);
+    const uint8_t *escape = plan->escapes;
+    for (int b = 0; b < BUCKETS; b++) {
+        size_t m = plan->bucket[b].ranks.chosen;
+        order[b] = m ? rank : &none, value[b] = diff;
+        if (m == 0) continue;
+        int failed = read_bucket(&reader, &plan->bucket[b], width, &escape, plan->end, rank, diff, index, scratch, level);
+        if (failed) return failed;
+        rank += m + 1, diff += m;
     }
-    free(streams), free(lists);
-    return failed;
+    return escape == plan->end ? 0 : MALFORMED;
 }

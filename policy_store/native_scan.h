@@ -49,15 +49,14 @@ FN inline __attribute__((always_inline)) void NAME(masks)(const uint8_t *x, size
     SPREAD(plane, valid, mask);
 }
 
-/* The positions at which a and b differ, ascending, into `at`, which has room for n + 4. Their number is returned. */
-FN size_t NAME(changed)(const uint8_t *a, const uint8_t *b, size_t n, int width, int32_t *at) {
+/* The positions at which a and b differ, ascending, into `at`, and the XORs there; both have room for n + 4. Their number is returned. */
+FN inline __attribute__((always_inline)) size_t NAME(changed_of)(const uint8_t *a, const uint8_t *b, size_t n, int width, int32_t *at, uint8_t *xor_out) {
     size_t found = 0;
     uint8_t flag[64];
+    uint64_t pads[2][64] = {{0}};
     for (size_t start = 0; start < n; start += 64) {
         const uint8_t *p = a + start * (size_t)width, *q = b + start * (size_t)width;
-        uint64_t pads[2][64];
         if (n - start < 64) {
-            memset(pads, 0, sizeof pads);
             memcpy(pads[0], p, (n - start) * (size_t)width);
             memcpy(pads[1], q, (n - start) * (size_t)width);
             p = (const uint8_t *)pads[0], q = (const uint8_t *)pads[1];
@@ -69,26 +68,42 @@ FN size_t NAME(changed)(const uint8_t *a, const uint8_t *b, size_t n, int width,
         default: NAME(differ_U64)((const U64 *)p, (const U64 *)q, flag); break;
         }
         uint64_t m = FLAGS(flag);
-        int32_t *out = at + found;
+        size_t next = found;
         found += (size_t)__builtin_popcountll(m);
         /* Four without asking: at a few per cent changed, a branch per element would be mispredicted about once a block. */
-        for (int i = 0; i < 4; i++, m &= m - 1) *out++ = (int32_t)start + lowest(m);
-        for (; m; m &= m - 1) *out++ = (int32_t)start + lowest(m);
+        for (int i = 0; i < 4 || m; i++, m &= m - 1, next++) {
+            size_t bit = (size_t)lowest(m);
+            at[next] = (int32_t)(start + bit);
+            store(xor_out, next, width, load(p, bit, width) ^ load(q, bit, width));
+        }
     }
     return found;
 }
 
-/* For each of the m ascending positions (`at` ends with a sentinel above n): its bucket, and its rank among the bucket's elements.
- * `total` gets the size of every bucket. */
-FN void NAME(rank)(const uint8_t *x, size_t n, int width, Window w, const int32_t *at, uint8_t *bucket, uint32_t *rank, uint64_t *total) {
+FN size_t NAME(changed)(const uint8_t *a, const uint8_t *b, size_t n, int width, int32_t *at, uint8_t *xor_out) {
+    switch (width) { /* a loop of its own for each */
+    case 1: return NAME(changed_of)(a, b, n, 1, at, xor_out);
+    case 2: return NAME(changed_of)(a, b, n, 2, at, xor_out);
+    case 4: return NAME(changed_of)(a, b, n, 4, at, xor_out);
+    default: return NAME(changed_of)(a, b, n, 8, at, xor_out);
+    }
+}
+
+/* For each of the m ascending positions (`at` ends with a sentinel above n): its bucket, its rank among the bucket's elements, and
+ * how far the XOR takes it. `total` gets the size of every bucket. */
+FN void NAME(rank)(const uint8_t *x, size_t n, int width, Window w, const int32_t *at, const uint8_t *flips, uint8_t *bucket, uint32_t *rank,
+                   uint64_t *diff, uint64_t *total) {
     uint64_t base[BUCKETS] = {0}, mask[BUCKETS];
+    size_t i = 0;
     uint8_t key[64];
     for (size_t start = 0; start < n; start += 64) {
         NAME(masks)(x + start * (size_t)width, n - start < 64 ? n - start : 64, width, w, key, mask);
-        for (; (size_t)*at < start + 64; at++) {
-            unsigned offset = (unsigned)((size_t)*at - start), b = key[offset];
-            *bucket++ = (uint8_t)b;
-            *rank++ = (uint32_t)(base[b] + (uint64_t)__builtin_popcountll(mask[b] & (((uint64_t)1 << offset) - 1)));
+        for (; (size_t)at[i] < start + 64; i++) {
+            size_t offset = (size_t)at[i] - start, b = key[offset];
+            uint64_t old = load(x, (size_t)at[i], width);
+            bucket[i] = (uint8_t)b;
+            rank[i] = (uint32_t)(base[b] + (uint64_t)__builtin_popcountll(mask[b] & (((uint64_t)1 << offset) - 1)));
+            diff[i] = (old ^ load(flips, i, width)) - old;
         }
         COUNT(base, mask, base);
     }
@@ -106,27 +121,31 @@ FN size_t NAME(place)(uint8_t *x, size_t n, int width, Window w, const uint32_t 
     for (int b = 0; b < BUCKETS; b++) next[b] = *order[b];
     for (size_t start = 0; start < n; start += 256) {
         uint64_t hit;
+#pragma GCC unroll 4
         for (size_t s = 0; s < 4; s++) {
             size_t from = start + 64 * s < n ? start + 64 * s : n;
             NAME(masks)(x + from * (size_t)width, n - from < 64 ? n - from : 64, width, w, key, mask[s]);
             COUNT(base[s], mask[s], base[s + 1]);
         }
         hit = BELOW(next, base[4]);
-        while (hit) {
+        for (; hit; hit &= hit - 1) {
             int b = __builtin_ctzll(hit);
-            uint64_t rank = next[b];
-            size_t s = (size_t)(rank >= base[1][b]) + (rank >= base[2][b]) + (rank >= base[3][b]);
-            size_t bit = (size_t)SELECT(mask[s][b], (unsigned)(rank - base[s][b])), position = start + 64 * s + bit;
-            uint64_t old = load(x, position, width), sum = old + *value[b]++;
-            next[b] = *++order[b];
-            hit &= ~((uint64_t)(next[b] >= base[4][b]) << b);
-            if (at == NULL) {
-                store(x, position, width, sum);
-            } else {
-                touched[s] |= (uint64_t)1 << bit;
-                flips[64 * s + bit] = old ^ sum;
-            }
-            placed += at == NULL;
+            const uint32_t *rank = order[b];
+            const uint64_t *add = value[b], one = base[1][b], two = base[2][b], three = base[3][b], end = base[4][b];
+            do {
+                size_t s = (size_t)(*rank >= one) + (*rank >= two) + (*rank >= three);
+                size_t bit = (size_t)SELECT(mask[s][b], (unsigned)(*rank - base[s][b])), position = start + 64 * s + bit;
+                uint64_t old = load(x, position, width), sum = old + *add;
+                if (at == NULL) {
+                    store(x, position, width, sum);
+                } else {
+                    touched[s] |= (uint64_t)1 << bit;
+                    flips[64 * s + bit] = old ^ sum;
+                }
+                rank++, add++;
+            } while (*rank < end);
+            placed += at == NULL ? (size_t)(rank - order[b]) : 0;
+            order[b] = rank, value[b] = add, next[b] = *rank;
         }
         for (size_t s = 0; at != NULL && s < 4; s++)
             for (; touched[s]; touched[s] &= touched[s] - 1, placed++) {

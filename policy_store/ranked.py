@@ -122,16 +122,15 @@ class _Writer:
         self.escapes.append(escaped.astype(differences.dtype).tobytes())
 
 
-def ranked_encode(base: Elements, new: Elements, at: npt.NDArray[np.int32], exponent: tuple[int, int], *, gathered: bool) -> bytes | None:
-    """The payload that turns `base` into new weights, or None when it would be larger than the shard.
+def ranked_encode(base: Elements, changes: Changes, exponent: tuple[int, int]) -> bytes | None:
+    """The payload that makes `changes`, at least one, to `base`, or None when it would be larger than the shard.
 
-    `at` int32 [m], m > 0: the changed positions, ascending. `new`: the whole shard, or with `gathered` the m new elements.
     `exponent` is (lowest bit, bits) of the dtype's exponent, `NO_EXPONENT` for one bucket.
     """
     window = _Window(*exponent, _top(base, *exponent))
     keys = window.keys(base)
-    changed_keys = keys[at]
-    differences = (new if gathered else new[at]) - base[at]
+    changed_keys = keys[changes.at]
+    differences = (base[changes.at] ^ changes.xor) - base[changes.at]
     writer = _Writer()
     present = 0
     for bucket in range(BUCKETS):
@@ -139,7 +138,7 @@ def ranked_encode(base: Elements, new: Elements, at: npt.NDArray[np.int32], expo
         if members.size:
             present |= 1 << bucket
             elements = np.flatnonzero(keys == bucket)
-            writer.bucket(np.searchsorted(elements, at[members]).astype(np.int64), differences[members], elements.size)
+            writer.bucket(np.searchsorted(elements, changes.at[members]).astype(np.int64), differences[members], elements.size)
     escapes = b"".join(writer.escapes)
     payload = b"".join([
         _HEAD.pack(*window, present), _varint(len(writer.head)), _varint(len(escapes) // base.itemsize), bytes(writer.head),
