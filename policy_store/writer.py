@@ -64,7 +64,7 @@ class PolicyWriter:
         self._bus, self._blobs, self.run, self.full_every = bus, blobs, run, full_every
         self.full_share, self.form, self._allocate = full_share, form, allocate
         self._workers = workers or shared_workers()
-        self._reader = PolicyReader(bus, blobs, run, workers=self._workers)
+        self._reader = PolicyReader(bus, blobs, run, workers=self._workers, allocate=allocate)
         self._subjects = Subjects(run)
         self._one = asyncio.Lock()
         self._ready = False
