@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from driftline.messages.errors import IntegrityError
 from driftline.policy_store.forms import Changes
+from driftline.policy_store.ranked import ROOM
 from driftline.policy_store.tensor import Bytes1D
 
 __all__ = ["Native", "native", "open_native"]
@@ -105,11 +106,11 @@ class Native:
         return found
 
     def ranked_encode(self, base: Bytes1D, changes: Changes, exponent: tuple[int, int]) -> bytes | None:
-        """The payload, or None when it would be larger than the shard."""
+        """The payload, or None when it would be larger than the shard and `ROOM`."""
         count, width = changes.at.size, changes.xor.itemsize
         elements = _elements(base, width)
         ended = _ended(changes.at)
-        out = np.empty(base.size, np.uint8)
+        out = np.empty(base.size + ROOM, np.uint8)
         scratch = self._scratch.of(45 * count + 3 * out.size + 2048)
         size = self._ranked_encode(_address(base), _address(ended), _address(changes.xor), count, elements, width, *exponent,
                                    _address(scratch), scratch.size, _address(out), out.size)

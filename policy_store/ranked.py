@@ -24,7 +24,7 @@ import numpy.typing as npt
 from driftline.messages.errors import IntegrityError
 from driftline.policy_store.forms import Changes
 
-__all__ = ["BUCKETS", "NO_EXPONENT", "Elements", "ranked_changes", "ranked_encode", "ranked_window"]
+__all__ = ["BUCKETS", "NO_EXPONENT", "ROOM", "Elements", "ranked_changes", "ranked_encode", "ranked_window"]
 
 BUCKETS = 16
 """Exponents from `top` down; the last bucket has all below. Sizes are flat from 14 buckets up."""
@@ -43,6 +43,9 @@ LOW_MOST = 48
 
 OUTLIERS = 256
 """One element in so many may lie above `top`: an infinity or a few large weights must not empty the buckets."""
+
+ROOM = 64
+"""A head may make a shard of a few elements larger than it was; the planes of the other forms have more of them."""
 
 NO_EXPONENT = (0, 0)
 _SAMPLE = 64
@@ -123,7 +126,7 @@ class _Writer:
 
 
 def ranked_encode(base: Elements, changes: Changes, exponent: tuple[int, int]) -> bytes | None:
-    """The payload that makes `changes`, at least one, to `base`, or None when it would be larger than the shard.
+    """The payload that makes `changes`, at least one, to `base`, or None when it would be larger than the shard and `ROOM`.
 
     `exponent` is (lowest bit, bits) of the dtype's exponent, `NO_EXPONENT` for one bucket.
     """
@@ -144,7 +147,7 @@ def ranked_encode(base: Elements, changes: Changes, exponent: tuple[int, int]) -
         _HEAD.pack(*window, present), _varint(len(writer.head)), _varint(len(escapes) // base.itemsize), bytes(writer.head),
         np.packbits(np.concatenate(writer.low), bitorder="little").tobytes(), _unary(np.concatenate(writer.unary)), escapes,
     ])
-    return payload if len(payload) <= base.nbytes else None
+    return payload if len(payload) <= base.nbytes + ROOM else None
 
 
 def _top(base: Elements, low: int, bits: int) -> int:

@@ -162,6 +162,13 @@ def test_the_small_form_is_well_below_what_entropy_allows_a_coder_blind_to_the_w
     assert 100 * len(encoded.payload) / old.nbytes < share_of_bound * entropy_percent(old, new)
 
 
+@pytest.mark.parametrize("count", [1, 2, 8, 33, 1000, 100_000])
+def test_the_small_form_is_the_smaller_one_from_a_scalar_up(count: int) -> None:
+    old, new = adam_step(count, 1e-3, np.random.default_rng(count))
+    small, fast = (encode_delta(old.view(np.uint8), new.view(np.uint8), 2, exponent=(7, 8), form=form) for form in (DeltaForm.SMALL, DeltaForm.FAST))
+    assert len(small.payload) < len(fast.payload)
+
+
 def test_a_few_infinities_do_not_empty_the_buckets() -> None:
     old, new = adam_step(SHARD_BYTES // 2, 2.3e-7, np.random.default_rng(4))
     clean = len(encode_delta(old.view(np.uint8), new.view(np.uint8), 2, exponent=(7, 8)).payload)
