@@ -4,7 +4,7 @@ The costs of a shard (seconds of one core to encode, to decode and apply, and by
 an AdamW-like step at a learning rate of 1e-6, for the report's form (XOR + zstd-3 of each shard) and both forms of ours; all of them with
 the digests a version needs. `fleet_simulation` then plays the update over the links given. docs/policy_scale.md has the assumptions.
 
-    python benchmarks/policy_fleet.py [--device cpu-2core] [--costs benchmarks/results/cpu-2core/policy_fleet.json]
+    python benchmarks/policy_fleet.py [--device cpu-2core] [--costs benchmarks/results/cpu-2core/policy_store.json]
 
 `ours` is the time until the last engine has applied everything. `peer` is the report's form, read by every engine from one store, over
 the same links; `ratio` is how many times quicker ours is. `bound` is what the busiest part of an ideal spreading takes, in which
@@ -217,7 +217,30 @@ def timed(old: list[np.ndarray], new: list[np.ndarray], encode: Callable, put: C
     return Cost(best_encode / count, best_apply / count, sum(map(size, payloads)) / count)
 
 
-def cost_rows(costs: dict[str, Cost]) -> list[Row]:
+def costs_in(path: Path) -> dict[str, Cost]:
+    """Of an earlier result of this script; or of one of benchmarks/policy_store.py, from its rows of one thread, which are without digests."""
+    body = json.loads(path.read_text())
+    if "costs" in body:
+        return {form: Cost(**fields) for form, fields in body["costs"].items()}
+
+    def found(form: str, what: str) -> Row:
+        (only,) = (entry for entry in body["rows"]
+                   if entry["case"].startswith("adam-1e-6, ") and f"(ours, {form})" in entry["case"] and entry["case"].endswith(what))
+        return only
+
+    def seconds(rate: float) -> float:
+        return SHARD_BYTES / 1e6 / rate
+
+    costs = {}
+    for form, value in ((REPORT, "peer_value"), (FAST, "ours"), (SMALL, "ours")):
+        rows = [found(FAST if form == REPORT else form, what) for what in ("encode, 1 thread", "decode and apply, 1 thread", "size")]
+        encode, put, size = (float(entry[value]) for entry in rows)
+        costs[form] = Cost(seconds(encode), seconds(put), SHARD_BYTES * size / 100)
+    copied = seconds(float(found(FAST, "encode, 1 thread")["bound"]))
+    return costs | {RAW: Cost(copied, copied, SHARD_BYTES)}
+
+
+def cost_rows(costs: dict[str, Cost], note: str) -> list[Row]:
     rows: list[Row] = []
     peer = costs[REPORT]
     for form, cost in costs.items():
@@ -227,8 +250,8 @@ def cost_rows(costs: dict[str, Cost]) -> list[Row]:
             ("decode and apply a shard", cost.apply_s * 1e6, peer.apply_s * 1e6, "µs of one core"),
             ("a shard", 100 * cost.nbytes / SHARD_BYTES, 100 * peer.nbytes / SHARD_BYTES, "% of raw"),
         ):
-            rows.append(row(f"measured: {form}, {what}", mine, unit, REPORT if other else None, theirs if other else None,
-                            theirs / mine if other else None, None, f"shards of 2 MiB, digests included; CPU time of one thread, best of {ROUNDS}"))
+            rows.append(row(f"one shard: {form}, {what}", mine, unit, REPORT if other else None, theirs if other else None,
+                            theirs / mine if other else None, None, note))
     return rows
 
 
@@ -271,16 +294,18 @@ def row(case: str, ours: float, unit: str, peer: str | None, peer_value: float |
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     arguments.add_argument("--device", default="cpu-2core")
-    arguments.add_argument("--costs", type=Path, help="take the costs from an earlier result of this script instead of measuring")
+    arguments.add_argument("--costs", type=Path, help="take the costs from an earlier result, of this script or of policy_store.py, instead of measuring")
     arguments.add_argument("--apply-gbs", type=float, nargs="*", default=[], help="also engines that apply on their accelerators at so many GB/s a node")
     arguments.add_argument("--out", type=Path, help="where to write the result; default benchmarks/results/<device>/policy_fleet.json")
     given = arguments.parse_args()
     load = os.getloadavg()[0]
     if given.costs is None:
         costs = measured()
+        note = f"shards of 2 MiB, digests included; CPU time of one thread, best of {ROUNDS}"
     else:
-        costs = {form: Cost(**fields) for form, fields in json.loads(given.costs.read_text())["costs"].items()}
-    rows = cost_rows(costs) + case_rows(costs, given.apply_gbs)
+        note = f"shards of 2 MiB; from {given.costs}"
+        costs = costs_in(given.costs)
+    rows = cost_rows(costs, note) + case_rows(costs, given.apply_gbs)
     print(f"{'case':78} {'ours':>9} {'peer':>9} {'ratio':>6} {'bound':>9}  unit")
     for entry in rows:
         cells = [entry["ours"], entry["peer_value"], entry["ratio"], entry["bound"]]

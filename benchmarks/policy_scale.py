@@ -12,7 +12,7 @@ of the smallest checkpoint of the run, `bound` what the bounds in the code add u
 `--versions`: that many versions of a small policy through the broker's blob streams, verified and collected meanwhile. `ours` is the last
 hundred, `peer` the first.
 
-Needs about three times the largest checkpoint on the disk of `--folder`; it is deleted at the end. A run replaces its own kind of rows in
+Needs about twice the largest checkpoint on the disk of `--folder`; it is deleted at the end. A run replaces its own kind of rows in
 the result and leaves the others.
 """
 
@@ -199,7 +199,7 @@ async def grow(sizes: list[float], folder: Path) -> list[Row]:
     smallest: dict[str, float] = {}
     for gib in sizes:
         with tempfile.TemporaryDirectory(prefix="policy-scale-", dir=folder) as place:
-            need = int(3.2 * gib * GIB)
+            need = int(2.2 * gib * GIB)  # packs, and the weights of the writer or of the reader
             if shutil.disk_usage(place).free < need:
                 sys.exit(f"{gib:g} GiB need {need / GIB:.0f} GiB free in {folder}: name another --folder")
             server = NatsServer(Path(place) / "nats")
