@@ -95,6 +95,10 @@ class PolicyStoreService:
     def shortcuts_stored(self) -> int:
         return 0 if self._bypasses is None else self._bypasses.stored
 
+    @property
+    def _shortcut_s(self) -> float:
+        return 0.0 if self._bypasses is None else self._bypasses.seconds
+
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             workers = [
@@ -116,9 +120,9 @@ class PolicyStoreService:
 
     async def take(self, head: PolicyHead) -> None:
         """Verify the head's version, mirror it, collect what it made old, and report."""
-        began = time.monotonic()
+        began, besides = time.monotonic(), self._shortcut_s
         manifest = await self._verify(head)
-        verify_s = time.monotonic() - began
+        verify_s = time.monotonic() - began - (self._shortcut_s - besides)
         log.info("version verified", version=head.version, digest=head.digest, kind=manifest.kind, seconds=round(verify_s, 3))
         if self._mirror_dir is not None:
             await asyncio.to_thread(self._mirror, self._mirror_dir, manifest)
@@ -204,7 +208,7 @@ class PolicyStoreService:
             "stored_bytes": kept.stored_bytes,
             "shortcuts": self.shortcuts_stored,
             "shortcut_bytes": 0 if bypasses is None else bypasses.stored_bytes,
-            "shortcut_s": 0.0 if bypasses is None else bypasses.seconds,
+            "shortcut_s": self._shortcut_s,
             "readers": lag.readers,
             "readers_behind": lag.behind,
             "readers_lag_max": lag.furthest,
