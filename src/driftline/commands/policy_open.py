@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import getpass
+import os
 import re
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -134,7 +135,9 @@ async def leased(run: OpenRun, manifest: Manifest) -> AsyncIterator[None]:
 
     async with AsyncExitStack() as stack:
         try:
-            await stack.enter_async_context(held(run.bus, run.reader, manifest.version, owner()))
+            # A name of this process's: the lease's end must not take off a pin of the same person, or another command's lease.
+            mine = f"reading:{os.getpid()}:{owner()}"[:OWNER_LIMIT]
+            await stack.enter_async_context(held(run.bus, run.reader, manifest.version, mine))
         except BrokerDenied:
             typer.echo("these credentials take no lease: a collection meanwhile may take the version (the policy-store's would keep it)", err=True)
         yield
@@ -169,7 +172,11 @@ async def owned(bus: NatsBus, run: str) -> AsyncIterator[int]:
 
 def owner() -> str:
     """Who pins: this person at this machine."""
-    return f"{getpass.getuser()}@{socket.gethostname()}"[:OWNER_LIMIT]
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container's user need not have a name
+        user = str(os.getuid())
+    return f"{user}@{socket.gethostname()}"[:OWNER_LIMIT]
 
 
 @contextmanager
