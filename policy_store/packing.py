@@ -43,7 +43,7 @@ PACK_BYTES = 4 * 1024 * 1024
 ROOM_BYTES = 64 * 1024 * 1024
 """Raw weights that wait to be encoded, and again as many that are being encoded."""
 
-PUTS_IN_FLIGHT = 2
+PUTS_IN_FLIGHT = 4
 
 _HEAD = struct.Struct("<4sBxHQI")
 _MAGIC = b"DLP1"

@@ -5,18 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from driftline.messages.errors import ConfigError
 from driftline.policy_store.forms import DeltaForm
+from driftline.policy_store.location import FILE, JETSTREAM, place_of
 
-__all__ = ["FILE", "JETSTREAM", "S3", "PolicyConfig", "PolicyStoreConfig", "RelayConfig", "Section", "anchored_store", "clash"]
-
-JETSTREAM = "jetstream"
-FILE = "file:"
-S3 = "s3://"
-
-_STORES = f"'{JETSTREAM}', '{FILE}/shared/folder' or '{S3}bucket/prefix'"
+__all__ = ["PolicyConfig", "PolicyStoreConfig", "RelayConfig", "Section", "anchored_store", "clash"]
 
 
 class Section(BaseModel):
@@ -43,13 +38,13 @@ class PolicyConfig(Section):
     s3_endpoint: str = ""
     s3_region: str = ""
 
-    @field_validator("store")
-    @classmethod
-    def _store(cls, value: str) -> str:
-        named = value.removeprefix(S3) if value.startswith(S3) else value.removeprefix(FILE) if value.startswith(FILE) else ""
-        if value != JETSTREAM and (not named.strip("/") or named == value):
-            raise clash("policy.store", value, "not a place for versions", f"use {_STORES}")
-        return value
+    @model_validator(mode="after")
+    def _store(self) -> Self:
+        try:
+            place_of(self.store, endpoint=self.s3_endpoint, region=self.s3_region)
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+        return self
 
 
 class RelayConfig(Section):

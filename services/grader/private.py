@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from driftline.policy_store.location import FILE
 from driftline.services.config import Config
-from driftline.services.policy_config import FILE
 
 __all__ = ["private_paths"]
 

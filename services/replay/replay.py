@@ -28,6 +28,7 @@ from driftline.messages.subjects import Subjects
 from driftline.messages.types import Admitted, Graded, Outcome, OutcomeEvent
 from driftline.policy_store.blobs import JetStreamBlobs
 from driftline.policy_store.checkpoint import write_checkpoint
+from driftline.policy_store.location import JETSTREAM
 from driftline.policy_store.reader import PolicyReader
 from driftline.policy_store.tensor import State, state_digest
 from driftline.services.config import Config, resolve
@@ -37,7 +38,6 @@ from driftline.services.learner.records import batch_of
 from driftline.services.learner.recovery import How
 from driftline.services.learner.service import LearnerService
 from driftline.services.learner.trainer import Trainer
-from driftline.services.policy_config import JETSTREAM
 from driftline.services.policy_model import build_model, policy_torch_dtype
 from driftline.services.publishing import publish_patiently
 from driftline.services.replay.comparison import Comparison, Difference, Mode, Span

@@ -29,6 +29,8 @@ class ServiceSpec:
     name: str
     argv: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
+    stores: bool = True
+    """Whether it reads or writes policies, and so gets the keys of an object store."""
 
 
 def die_with(parent: int) -> Callable[[], None]:
@@ -53,7 +55,7 @@ class Child:
         with log.open("ab") as out:
             process = await asyncio.create_subprocess_exec(
                 *spec.argv, stdin=asyncio.subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True,
-                preexec_fn=die_with(os.getpid()), env={**os.environ, **spec.environment},
+                preexec_fn=die_with(os.getpid()), env={**_inherited(spec), **spec.environment},
             )
         return cls(spec, process)
 
@@ -111,3 +113,7 @@ def _readable(line: str) -> str:
     rest = " ".join(f"{key}={value}" for key, value in entry.items() if key not in known)
     text = f"{entry.get('level', ''):<7} {entry['event']} {rest}".rstrip()
     return f"{text}\n{entry['exception']}" if entry.get("exception") else text
+
+
+def _inherited(spec: ServiceSpec) -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if spec.stores or not name.startswith("AWS_")}

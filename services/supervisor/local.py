@@ -70,7 +70,7 @@ def service_specs(config: Config, folder: RunFolder, url: str) -> tuple[ServiceS
         if instance:
             argv += ["--instance", instance]
         environment = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
-        return ServiceSpec(f"{service}-{instance}" if instance else service, tuple(argv), environment)
+        return ServiceSpec(f"{service}-{instance}" if instance else service, tuple(argv), environment, stores=service not in ("dispatcher", "grader"))
 
     return (
         spec("learner", config.learner.threads),
