@@ -11,7 +11,7 @@ from driftline.services.security.permissions import PLANES, Role, grant, inbox_p
 
 RUNS = st.from_regex(r"[A-Za-z0-9_-]{1,64}", fullmatch=True)
 LIMITED = tuple(role for role in Role if role is not Role.ADMIN)
-LEARNERS_OWN = ("policy", "blob", "record", "control", "ledger.outcome", "ledger.retried")
+LEARNERS_OWN = ("policy", "policy.manifest", "record", "control", "ledger.outcome", "ledger.retried")
 
 
 def matches(pattern: str, subject: str) -> bool:
@@ -35,6 +35,9 @@ def test_only_the_learner_writes_what_the_policy_and_the_ledger_are_made_of(run:
     root = Subjects(run).root
     for plane in LEARNERS_OWN:
         assert {role for role in LIMITED if may(role, run, f"{root}.{plane}.x")} == {Role.LEARNER}
+    assert {role for role in LIMITED if may(role, run, f"{root}.policy.head")} == {Role.LEARNER}
+    # Shortcuts have packs of their own, and packs are named by what is in them: who writes them can spoil none.
+    assert {role for role in LIMITED if may(role, run, f"{root}.blob.x")} == {Role.LEARNER, Role.POLICY_STORE}
     assert {role for role in LIMITED if may(role, run, f"{root}.ledger.admitted.x")} == {Role.DISPATCHER}
     assert {role for role in LIMITED if may(role, run, f"{root}.groups")} == {Role.DISPATCHER, Role.LEARNER}
 
