@@ -211,6 +211,23 @@ async def test_a_run_s_place_is_said_once_and_found_by_every_command(nats_url: s
     assert "--scratch" in nowhere.err
 
 
+async def test_an_old_run_is_not_said_to_be_where_its_versions_are_not(nats_url: str, fresh_run: str, tmp_path: Path) -> None:
+    """Nothing says where it is; what an import says stays said."""
+    from driftline.policy_store.location import located
+
+    good = folder_of(tmp_path / "good", weights(3))
+    async with declared(nats_url, fresh_run) as bus:
+        await published(bus, fresh_run, 2)
+        torn = await policy("import", good, "--run", fresh_run, "--as-next", "--store", f"file:{tmp_path / 'elsewhere'}", url=nats_url)
+        assert torn.code == 2, torn
+        assert "version 1 is not there" in torn.err
+        assert await located(bus, fresh_run) is None
+        assert (await policy("import", good, "--run", fresh_run, "--as-next", url=nats_url)).code == 0
+        said = await located(bus, fresh_run)
+        assert said is not None
+        assert said.store == "jetstream"
+
+
 async def drop_adapter_config(url: str, run: str) -> None:
     """As in a run whose learner made the adapters: only its settings know alpha."""
     from driftline.policy_store.model_files import load_files, store_files

@@ -20,7 +20,7 @@ from driftline.commands.common import BROKER, AsJson, Url, with_bus
 from driftline.commands.policy_open import Endpoint, Store, explained, owned, where
 from driftline.commands.policy_text import emit, size
 from driftline.commands.progress import Meter
-from driftline.messages.errors import BrokerDenied, ConfigError
+from driftline.messages.errors import BrokerDenied, ConfigError, IntegrityError
 
 if TYPE_CHECKING:
     from driftline.messages.nats_bus import NatsBus
@@ -225,13 +225,31 @@ async def _place(bus: NatsBus, run: str, config: Config | None, store: str, endp
     """The run's store. A new run's is said from now on: what was asked for, else what its settings say, else the broker."""
     from driftline.policy_store.location import locate, located, open_store
 
-    if store or config is not None or await located(bus, run) is None:
-        policy = None if config is None or store else config.policy
-        named = store or (policy.store if policy else "jetstream")
-        at, region = endpoint or (policy.s3_endpoint if policy else ""), policy.s3_region if policy else ""
-        await locate(bus, run, named, endpoint=at, region=region)
-        return open_store(named, bus, run, endpoint=at, region=region)
-    return await where(bus, run, "", endpoint)
+    said = await located(bus, run)
+    if said is not None and not store and config is None:
+        return await where(bus, run, "", endpoint)
+    policy = None if config is None or store else config.policy
+    named = store or (policy.store if policy else "jetstream")
+    at, region = endpoint or (policy.s3_endpoint if policy else ""), policy.s3_region if policy else ""
+    opened = open_store(named, bus, run, endpoint=at, region=region)
+    if said is None:
+        await _check_place(bus, run, opened, named)
+    await locate(bus, run, named, endpoint=at, region=region)
+    return opened
+
+
+async def _check_place(bus: NatsBus, run: str, store: BlobStore, named: str) -> None:
+    """An old run does not say where its bytes are; what is said for it now stays said, so they must be there."""
+    from driftline.policy_store.reader import PolicyReader
+
+    reader = PolicyReader(bus, store, run)
+    head = await reader.head()
+    if head is None:
+        return
+    try:
+        await reader.reachable(head.link)
+    except IntegrityError as error:
+        raise ConfigError(f"version {head.version} is not there", field="--store", value=named, remedy="name the store the run was trained with") from error
 
 
 def _config(run: str, run_file: Path | None) -> Config | None:
