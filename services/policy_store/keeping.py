@@ -209,9 +209,9 @@ class Keeping:
 
     async def sweep(self) -> bool:
         """Delete the blobs that nothing names and nothing can name any more. False when not every manifest stored is known yet."""
+        before = await self._reader.head()
+        stored = await self._orphans.stored()  # a long list may take long: no version waits for it
         async with self._one:
-            before = await self._reader.head()
-            stored = await self._orphans.stored()
             after = await self._reader.head()
             manifests, shortcuts = await named_in_store(self._bus, self._reader.run)
             mine = {shortcut_subject(self._reader.run, chord.target, None if chord.base is None else chord.base.version)

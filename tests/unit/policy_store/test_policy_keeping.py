@@ -19,6 +19,7 @@ from driftline.policy_store import BlobRef, Manifest, MemoryBlobs, PolicyReader,
 from driftline.policy_store.collect import Retention
 from driftline.policy_store.pins import condemn, condemned, pin, unpin
 from driftline.policy_store.shortcuts import load_shortcut
+from driftline.policy_store.squash import squash
 from driftline.services.policy_store.followers import SILENT_S, Followers, Lag
 from driftline.services.policy_store.keeping import Keeping
 from driftline.services.policy_store.service import PolicyStoreService
@@ -296,3 +297,40 @@ async def test_the_readers_of_the_run_are_in_the_report(quick_bus: MemoryBus, fr
         await eventually(lambda: service._followers.lag(2).readers == 1)
         await run.publish(1)
     assert (run.reports.values["readers"], run.reports.values["readers_behind"], run.reports.values["readers_lag_max"]) == (1, 1, 2)
+
+
+async def test_a_collection_cut_off_at_any_point_takes_nothing_that_stays_and_is_finished_later(quick_bus: MemoryBus, fresh_run: str) -> None:
+    class Yielding(MemoryBlobs):
+        async def delete(self, ref: BlobRef) -> None:
+            await asyncio.sleep(0)
+            await super().delete(ref)
+
+    run = Run(quick_bus, Yielding(), fresh_run)
+    _, states = await publish_chain(quick_bus, run.blobs, fresh_run, run.policy, 24, full_every=4)
+    reader = run.reader()
+    for base, version in ((8, 12), (12, 14), (16, 20), (20, 22)):
+        assert await squash(quick_bus, run.blobs, reader, await reader.manifest(version), base) is not None
+    head = await reader.head()
+    assert head is not None
+    held = await pin(quick_bus, reader, 5, "someone")
+    cut = 0
+    for turns in range(200):
+        keeper = await learned(run, keeping(run))
+        task = asyncio.create_task(keeper.collect(head))
+        for _ in range(turns):
+            if task.done():
+                break
+            await asyncio.sleep(0)
+        finished = task.done()
+        task.cancel()
+        await asyncio.wait([task])
+        cut += task.cancelled()
+        for version in (22, 23):
+            assert same(await run.reader().materialise(version), states[version])
+        assert same(await run.reader().materialise_manifest(await run.reader().load(held)), states[5])
+        if finished and {version.link.version for version in keeper.known.values()} == {4, 5, 20, 21, 22, 23}:
+            break
+    assert cut > 5
+    assert await condemned(quick_bus, fresh_run) == ()
+    named = {blob.digest for item in (*keeper.known.values(), *keeper.chords.values()) for blob in item.blobs}
+    assert set(run.blobs.blobs) == named

@@ -21,6 +21,7 @@ from driftline.policy_store import (
 from driftline.policy_store.codec import encode_delta
 from driftline.policy_store.fold import Fold, Folds
 from driftline.policy_store.forms import DeltaForm
+from driftline.policy_store.inspect import verify
 from driftline.policy_store.packing import PackHead
 from driftline.policy_store.paths import Path
 from driftline.policy_store.shortcuts import WORTH, Shortcut, bases, load_shortcut
@@ -235,3 +236,22 @@ async def test_folds_hold_at_most_half_of_the_weights_and_drop_the_longest(quick
     assert sum(fold.nbytes for fold in folds.waiting) <= 40_000
     reader = PolicyReader(quick_bus, quick_blobs, fresh_run)
     assert same(await reader.materialise(8), state)
+
+
+async def test_verifying_a_version_tries_its_shortcuts_and_the_deltas_they_stand_for(
+    quick_bus: MemoryBus, quick_blobs: MemoryBlobs, fresh_run: str
+) -> None:
+    await publish_chain(quick_bus, quick_blobs, fresh_run, Policy(elements=3_000), 5, full_every=100)
+    await follow(quick_bus, quick_blobs, fresh_run, 5, Folds(shared_workers()))
+    reader = PolicyReader(quick_bus, quick_blobs, fresh_run)
+    report = await verify(reader, 4)
+    assert [check.path for check in report.paths] == [
+        "full 0 + shortcut 0-4", "full 0 + shortcut 0-2 + shortcut 2-4", "full 0 + delta 1 + delta 2 + delta 3 + delta 4"]
+    assert report.intact
+    delta = (await reader.manifest(3)).delta
+    assert delta is not None
+    quick_blobs.blobs[delta.packs[0].digest] = b"damaged"
+    report = await verify(reader, 4)
+    assert [check.ok for check in report.paths] == [True, True, False]
+    assert report.ok
+    assert not report.intact
