@@ -25,6 +25,7 @@ import json
 import logging
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -35,7 +36,7 @@ from collections.abc import Iterator
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import nats
 import numpy as np
@@ -217,10 +218,10 @@ async def grow(sizes: list[float], folder: Path) -> list[Row]:
     return rows
 
 
-async def child(what: str, url: str, folder: Path, nbytes: int) -> list[dict[str, Any]]:
-    """One side in a process of its own: memory of another size before it would hide its own."""
+async def child(what: str, url: str, folder: Path, number: int) -> list[Any]:
+    """One side in a process of its own: what an earlier one left in memory would hide its growth."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, __file__, "--child", what, url, str(folder), str(nbytes), stdout=asyncio.subprocess.PIPE,
+        sys.executable, __file__, "--child", what, url, str(folder), str(number), stdout=asyncio.subprocess.PIPE,
     )
     try:
         out, _ = await process.communicate()
@@ -230,7 +231,7 @@ async def child(what: str, url: str, folder: Path, nbytes: int) -> list[dict[str
             await process.wait()
     if process.returncode:
         sys.exit(f"the {what} process ended with {process.returncode}")
-    found: list[dict[str, Any]] = json.loads(out)
+    found: list[Any] = json.loads(out)
     return found
 
 
@@ -264,53 +265,68 @@ class Heard:
             await self._changed.wait_for(lambda: self.version >= version)
 
 
-async def many(count: int, folder: Path) -> list[Row]:
+class Lived(NamedTuple):
+    """Seconds by version; and, after the first stretch and at the end, seconds to join and bytes of what may grow."""
+
+    published: list[float]
+    settled: list[float]
+    joined: list[float]
+    sizes: list[dict[str, int]]
+
+
+async def live(url: str, folder: Path, count: int) -> Lived:
     """`count` versions of 2 MiB; each is timed until the head has moved, and until the service has verified it and collected."""
     rng = np.random.default_rng(3)
     weights = (rng.standard_normal(MIB, np.float32) * np.float32(0.02)).view(np.uint32) >> 16
     bits = weights.astype(np.uint16)
-    published, settled, joined, sizes = [], [], [], {}
+    lived = Lived([], [], [], [])
+    async with await NatsBus.connect(url, name="versions") as bus:
+        await bus.declare(topology(RUN))
+        blobs, heard = JetStreamBlobs(bus, RUN), Heard()
+        service = asyncio.create_task(PolicyStoreService(bus, blobs, RUN, keep_versions=KEEP, reporter=heard).run())
+        try:
+            writer = PolicyWriter(bus, blobs, RUN)
+            await writer.resume()
+            for version in range(count):
+                moved = rng.integers(0, bits.size, bits.size // 100)
+                bits[moved] ^= 1
+                began = time.perf_counter()
+                await writer.publish({"w": HostTensor.from_numpy(bits, "bfloat16")}, version=version, learner_step=version)
+                lived.published.append(time.perf_counter() - began)
+                await heard.until(version)
+                lived.settled.append(time.perf_counter() - began)
+                if version + 1 in (STRETCH, count):
+                    lived.sizes.append(await stream_bytes(url) | {"process": status("RssAnon"), "disk": on_disk(folder)})
+                    lived.joined.append(await joining(url, version))
+        finally:
+            service.cancel()
+            await asyncio.wait([service])
+    return lived
+
+
+async def many(count: int, folder: Path) -> list[Row]:
     with tempfile.TemporaryDirectory(prefix="policy-scale-", dir=folder) as place:
         server = NatsServer(Path(place) / "nats")
         await server.start()
         try:
-            async with await NatsBus.connect(server.url, name="versions") as bus:
-                await bus.declare(topology(RUN))
-                blobs, heard = JetStreamBlobs(bus, RUN), Heard()
-                service = asyncio.create_task(PolicyStoreService(bus, blobs, RUN, keep_versions=KEEP, reporter=heard).run())
-                writer = PolicyWriter(bus, blobs, RUN)
-                await writer.resume()
-                for version in range(count):
-                    moved = rng.integers(0, bits.size, bits.size // 100)
-                    bits[moved] ^= 1
-                    began = time.perf_counter()
-                    await writer.publish({"w": HostTensor.from_numpy(bits, "bfloat16")}, version=version, learner_step=version)
-                    published.append(time.perf_counter() - began)
-                    await heard.until(version)
-                    settled.append(time.perf_counter() - began)
-                    if version + 1 in (STRETCH, count):
-                        sizes[version + 1] = await stream_bytes(server.url) | {"process": status("RssAnon"), "disk": on_disk(Path(place))}
-                        joined.append(await joining(server.url, version))
-                service.cancel()
-                await asyncio.wait([service])
+            lived = Lived(*await child("versions", server.url, Path(place), count))
         finally:
             await server.stop()
     rows = []
-    for what, seconds in (("publish", published), ("publish, verify and collect", settled)):
+    for what, seconds in (("publish", lived.published), ("publish, verify and collect", lived.settled)):
         first, last = (1e3 * statistics.median(part) for part in (seconds[:STRETCH], seconds[-STRETCH:]))
         rows.append(row(f"{count} versions: {what}, last {STRETCH}", last, "ms, median", f"first {STRETCH}", first, first / last, None,
                         f"2 MiB, 1 % changed, broker's blob streams; load {os.getloadavg()[0]:.1f}"))
-    for plane in ("POLICY", "BLOB"):
-        first, last = (sizes[at][plane] / MIB for at in (STRETCH, count))
-        rows.append(row(f"{count} versions: bytes in the {plane} stream", last, "MiB", f"after {STRETCH}", first, first / last, None,
-                        f"{KEEP} versions kept"))
-    rows.append(row(f"{count} versions: a reader joins", 1e3 * joined[1], "ms", f"after {STRETCH}", 1e3 * joined[0], joined[0] / joined[1], None,
+    first, last = (1e3 * seconds for seconds in lived.joined)
+    rows.append(row(f"{count} versions: a reader joins", last, "ms", f"after {STRETCH}", first, first / last, None,
                     "connects, finds the head and reads its version"))
     for what, key, note in (
+        ("bytes in the policy stream", "POLICY", f"{KEEP} versions kept"),
+        ("bytes in the blob stream", "BLOB", f"{KEEP} versions kept"),
         ("the broker's files", "disk", f"blocks in use, all streams; {KEEP} versions kept"),
         ("anonymous memory of writer and service", "process", "one process; RssAnon"),
     ):
-        first, last = (sizes[at][key] / MIB for at in (STRETCH, count))
+        first, last = (sizes[key] / MIB for sizes in lived.sizes)
         rows.append(row(f"{count} versions: {what}", last, "MiB", f"after {STRETCH}", first, first / last, None, note))
     print_rows(rows)
     return rows
@@ -388,16 +404,20 @@ def main() -> None:
     arguments.add_argument("--versions", type=int, default=0)
     arguments.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
     arguments.add_argument("--out", type=Path, help="default benchmarks/results/<device>/policy_scale.json")
-    arguments.add_argument("--child", nargs=4, metavar=("WHAT", "URL", "FOLDER", "BYTES"), help=argparse.SUPPRESS)
+    arguments.add_argument("--child", nargs=4, metavar=("WHAT", "URL", "FOLDER", "NUMBER"), help=argparse.SUPPRESS)
     given = arguments.parse_args()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # so that what was begun is cleared away
     if given.child:
-        what, url, folder, nbytes = given.child
-        stages = asyncio.run((publish if what == "publish" else read)(url, Path(folder), int(nbytes)))
-        print(json.dumps([asdict(stage) for stage in stages]))
+        what, url, folder, number = given.child
+        if what == "versions":
+            print(json.dumps(asyncio.run(live(url, Path(folder), int(number)))))
+        else:
+            stages = asyncio.run((publish if what == "publish" else read)(url, Path(folder), int(number)))
+            print(json.dumps([asdict(stage) for stage in stages]))
         return
     if not given.gib and given.versions < 2 * STRETCH:
         arguments.error(f"say --gib SIZE ..., or --versions with at least {2 * STRETCH}")
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     print(f"{'case':62} {'ours':>9} {'peer':>9} {'ratio':>6} {'bound':>9}  unit")
     rows = asyncio.run(grow(given.gib, given.folder)) if given.gib else []
     if given.versions:
