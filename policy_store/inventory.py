@@ -28,7 +28,7 @@ ASKED_AT_ONCE = 8
 class Lacking:
     """A blob that a version or a shortcut to it names and that is not in the store."""
 
-    version: int
+    link: Link
     digest: str
 
 
@@ -61,10 +61,10 @@ async def take_stock(bus: Bus, blobs: BlobStore, reader: PolicyReader) -> Invent
             unreadable.append(f"{subject}: {error}")
     chords = await survey_shortcuts(reader, versions)
     head = await reader.head()
-    named: dict[BlobRef, int] = {blob: version.link.version for version in versions.values() for blob in version.blobs}
-    named |= {blob: chord.target.version for chord in chords.values() for blob in chord.blobs}
+    named: dict[BlobRef, Link] = {blob: version.link for version in versions.values() for blob in version.blobs}
+    named |= {blob: chord.target for chord in chords.values() for blob in chord.blobs}
     there = {blob.digest for blob in stored}
-    suspects = sorted((blob for blob in named if blob.digest not in there), key=lambda blob: (named[blob], blob))
+    suspects = sorted((blob for blob in named if blob.digest not in there), key=lambda blob: (named[blob].version, blob))
     found = await bounded(blobs.has, suspects, ASKED_AT_ONCE)  # it may have come since the list
     wanted = {blob.digest for blob in named}
     return Inventory(

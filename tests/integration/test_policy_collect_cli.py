@@ -78,16 +78,36 @@ async def test_a_missing_manifest_in_a_chain_blocks_and_is_said(nats_url: str, f
     assert "blocked:" in (await policy("gc", fresh_run, "--dry-run", url=nats_url)).out
 
 
-async def test_a_blob_that_is_gone_is_found_without_reading_weights(nats_url: str, fresh_run: str) -> None:
+async def test_a_blob_that_is_gone_is_found_without_reading_weights_and_blocks(nats_url: str, fresh_run: str) -> None:
+    """The full of version 9 is damaged: the way around it leads over versions that would have gone."""
     async with declared(nats_url, fresh_run) as bus:
-        await published(bus, fresh_run, 5)
+        await published(bus, fresh_run, 10)
+        full = (await PolicyReader(bus, JetStreamBlobs(bus, fresh_run), fresh_run).manifest(9)).full
+        assert full is not None
+        await JetStreamBlobs(bus, fresh_run).delete(full.packs[0].ref)
+    said = await policy("gc", fresh_run, "--keep", 1, "--drop-start", "--json", *NOW, url=nats_url)
+    assert said.code == 1
+    assert said.document["lacking"] == [{"version": 9, "digest": full.packs[0].digest}]
+    assert "version 9 stays and lacks bytes" in said.document["blocked"]
+    assert said.document["collected"]["versions"] == 0
+    assert full.packs[0].digest in (await policy("gc", fresh_run, "--dry-run", url=nats_url)).out
+    way = (await policy("verify", fresh_run, 9, "--json", url=nats_url)).document["versions"][0]
+    assert (way["ok"], way["intact"]) == (True, False)
+    assert (await policy("verify", fresh_run, 8, url=nats_url)).code == 0
+
+
+async def test_what_a_cut_off_collection_left_is_taken_by_the_next(nats_url: str, fresh_run: str) -> None:
+    async with declared(nats_url, fresh_run) as bus:
+        await published(bus, fresh_run, 10)
         delta = (await PolicyReader(bus, JetStreamBlobs(bus, fresh_run), fresh_run).manifest(2)).delta
         assert delta is not None
-        await JetStreamBlobs(bus, fresh_run).delete(delta.packs[0].ref)
-    said = await policy("gc", fresh_run, "--dry-run", "--json", url=nats_url)
-    assert said.code == 1
-    assert said.document["lacking"] == [{"version": 2, "digest": delta.packs[0].digest}]
-    assert delta.packs[0].digest in (await policy("gc", fresh_run, "--dry-run", url=nats_url)).out
+        await JetStreamBlobs(bus, fresh_run).delete(delta.packs[0].ref)  # blobs go first, the manifest last
+    said = await policy("gc", fresh_run, "--keep", 1, "--json", *NOW, url=nats_url)
+    assert said.code == 0, said
+    assert 2 in [entry["version"] for entry in said.document["delete"]]
+    assert said.document["blocked"] == ""
+    after = (await policy("gc", fresh_run, "--dry-run", "--json", url=nats_url)).document
+    assert (after["lacking"], after["orphans"]["blobs"]) == ([], 0)
 
 
 async def test_orphans_are_counted_and_go_when_they_are_old_and_no_learner_is_there(nats_url: str, fresh_run: str, tmp_path: Path) -> None:

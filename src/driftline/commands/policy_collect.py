@@ -20,7 +20,7 @@ from driftline.messages.errors import ConfigError, HeadConflict, IntegrityError
 if TYPE_CHECKING:
     from driftline.policy_store.blobs import StoredBlob
     from driftline.policy_store.collect import Collected, Plan, Retention
-    from driftline.policy_store.inventory import Inventory
+    from driftline.policy_store.inventory import Inventory, Lacking
     from driftline.policy_store.manifest import Link
     from driftline.services.policy_config import PolicyStoreConfig
 
@@ -75,7 +75,7 @@ def gc(
             emit(_document(run, look, done, dry_run))
         else:
             _print(look, done)
-        return 1 if look.plan.blocked or look.stock.lacking or look.stock.unreadable else 0
+        return 1 if look.plan.blocked or look.damaged or look.stock.unreadable else 0
 
     sys.exit(opened(name, url, body, store=store, endpoint=endpoint, role="observer" if dry_run else "admin" if orphans else "policy-store"))
 
@@ -88,6 +88,12 @@ class Look:
     plan: Plan
     pinned: tuple[Link, ...]
     """Those the plan was made with: a pin that comes later stops it."""
+
+    @property
+    def damaged(self) -> list[Lacking]:
+        """What is missing of versions that stay. (Of one that goes, an earlier collection that was cut off took it.)"""
+        going = {version.link.seal for version in self.plan.delete}
+        return [lacking for lacking in self.stock.lacking if lacking.link.seal not in going]
 
 
 @dataclass(frozen=True)
@@ -110,7 +116,7 @@ async def _settle_start(run: OpenRun, keep: bool) -> None:
 
 
 async def _look(run: OpenRun, wanted: Retention, keep_start: bool) -> Look:
-    from driftline.policy_store.collect import plan
+    from driftline.policy_store.collect import Plan, plan
     from driftline.policy_store.inventory import take_stock
     from driftline.policy_store.pins import pins
 
@@ -119,8 +125,12 @@ async def _look(run: OpenRun, wanted: Retention, keep_start: bool) -> Look:
     if stock.head is None:
         raise ConfigError("it has no version yet", field="run", value=run.name, remedy="there is nothing to collect")
     start = [version.link for version in stock.versions.values() if version.link.version == 0] if keep_start else []
-    made = plan(stock.versions, stock.head, wanted, [*held, *start], shortcuts=stock.chords, now=time.time())
-    return Look(stock, made, held)
+    look = Look(stock, plan(stock.versions, stock.head, wanted, [*held, *start], shortcuts=stock.chords, now=time.time()), held)
+    if look.damaged and not look.plan.blocked:
+        # The way around the damage may lead over what would go.
+        first = look.damaged[0].link.version
+        return Look(stock, Plan(frozenset(stock.versions), (), f"version {first} stays and lacks bytes: verify it, and rebase what can still be read"), held)
+    return look
 
 
 async def _collect(run: OpenRun, wanted: Retention, keep_start: bool, first: Look) -> Done:
@@ -166,7 +176,7 @@ def _document(run: OpenRun, look: Look, done: Done | None, dry_run: bool) -> dic
         "shortcuts": [{"target": chord.target.version, "base": None if chord.base is None else chord.base.version, "nbytes": chord.nbytes} for chord in plan.chords],
         "stored": {"blobs": stock.stored, "nbytes": stock.stored_bytes},
         "orphans": {"blobs": len(stock.unnamed), "nbytes": sum(blob.size for blob in stock.unnamed), "young": _young(stock)},
-        "lacking": [{"version": lacking.version, "digest": lacking.digest} for lacking in stock.lacking],
+        "lacking": [{"version": lacking.link.version, "digest": lacking.digest} for lacking in stock.lacking],
         "unreadable": list(stock.unreadable),
         "collected": None if done is None else {
             "versions": done.collected.versions, "shortcuts": done.collected.shortcuts, "blobs": done.collected.blobs, "nbytes": done.collected.nbytes,
@@ -194,7 +204,7 @@ def _print(look: Look, done: Done | None) -> None:
     if plan.blocked:
         typer.echo(f"blocked: {plan.blocked}")
     for lacking in stock.lacking:
-        typer.echo(f"missing: blob {lacking.digest} of version {lacking.version}; `driftline policy verify` says what can still be read")
+        typer.echo(f"missing: blob {lacking.digest} of version {lacking.link.version}; `driftline policy verify` says what can still be read")
     for line in stock.unreadable:
         typer.echo(f"unreadable: {line}")
     if done is not None:
