@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 
 from driftline.messages.blobs import BlobRef
 from driftline.messages.bus import Bus
+from driftline.messages.frames import claim_in, drop_claim
 from driftline.messages.subjects import Subjects
 from driftline.policy_store.blobs import BlobStore
 from driftline.policy_store.manifest import Link, Manifest, manifest_subject
@@ -269,9 +270,18 @@ async def collect(
         *((version.blobs, manifest_subject(run, version.link)) for version in versions),
     ]:
         await bounded(blobs.delete, sorted(blob_set), DELETES_IN_FLIGHT)
-        await bus.purge(stream, subject)
+        await _forget(bus, stream, subject)
         count += len(blob_set)
         nbytes += sum(blob.size for blob in blob_set)
     if versions:
         await release(bus, run, [version.link for version in versions])
     return Collected(len(versions), count, nbytes, len(chords))
+
+
+async def _forget(bus: Bus, stream: str, subject: str) -> None:
+    """Delete a message, and what holds its content where it was too large for the stream: nobody else would ever delete that."""
+    frame = await bus.get_bytes(stream, subject)
+    await bus.purge(stream, subject)
+    claim = None if frame is None else claim_in(frame)
+    if claim is not None:
+        await drop_claim(bus, claim)

@@ -112,7 +112,7 @@ class _Rules:
                     *self._service(role), *self._reads("POLICY", "BLOB", "METRICS"), *self._lists("POLICY", "BLOB"),
                     *self._works_on("POLICY", "CONTROL", "METRICS"),
                     *self._sends(*(f"{root}.{names}" for names in ("policy.pins", "policy.store", "policy.shortcut.>", "blob.>"))),
-                    *(f"$JS.API.STREAM.PURGE.{self._names.stream(plane)}" for plane in ("POLICY", "BLOB")),
+                    *(f"$JS.API.STREAM.PURGE.{self._names.stream(plane)}" for plane in ("POLICY", "BLOB", "CLAIM")),
                 )  # fmt: skip
 
     def _connected(self) -> Iterable[str]:

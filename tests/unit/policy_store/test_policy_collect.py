@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +13,8 @@ from policy_cases import Policy, publish_chain, same
 from driftline.messages.bus import Bus
 from driftline.messages.errors import IntegrityError
 from driftline.messages.memory import MemoryBus
-from driftline.policy_store import BlobRef, BlobStore, Link, MemoryBlobs, PolicyReader
+from driftline.messages.subjects import Subjects
+from driftline.policy_store import BlobRef, BlobStore, Link, MemoryBlobs, PolicyReader, PolicyWriter
 from driftline.policy_store.collect import Plan, Version, collect, plan, survey
 from driftline.policy_store.pins import find, pin, pins, unpin
 
@@ -164,3 +166,20 @@ async def test_owners_pinning_at_once_never_lose_each_others_pins(bus: Bus, fres
     await asyncio.gather(*(pin(bus, reader, version, f"owner-{n}") for n in range(4) for version in (0, 2)))
     held = {(p.link.version, p.owner) for p in await pins(bus, fresh_run)}
     assert held == {(version, f"owner-{n}") for n in range(4) for version in (0, 2)}
+
+
+async def test_a_manifest_too_large_for_the_stream_leaves_nothing_in_the_claim_stream(bus: Bus, fresh_run: str) -> None:
+    """What lies in the claim stream for a manifest is deleted by nobody else, and a full claim stream stops the run."""
+    blobs, policy = MemoryBlobs(), Policy(elements=100)
+    writer = PolicyWriter(bus, blobs, fresh_run, 1)
+    await writer.resume()
+    for version in range(4):
+        await writer.publish(policy.step(), version=version, learner_step=version, numerics={"large": os.urandom(700_000).hex()})
+    subjects = Subjects(fresh_run)
+    assert len(await bus.subjects(subjects.stream("CLAIM"), f"{subjects.root}.claim.>")) == 4 * 2, "chunks"
+    reader = PolicyReader(bus, blobs, fresh_run)
+    head = await reader.head()
+    assert head is not None
+    await collect(bus, blobs, fresh_run, plan(await survey(bus, reader), head.link, 1).delete)
+    assert len(await bus.subjects(subjects.stream("CLAIM"), f"{subjects.root}.claim.>")) == 2
+    assert same(await PolicyReader(bus, blobs, fresh_run).materialise(3), policy.state)
