@@ -12,8 +12,8 @@ parameter holds, so no second copy of the policy is on the device, and that must
         for name, shards in changed.tensors():                                    # waits for the copies of this chunk only
             await draft.put_changes(name, shards)
 
-Memory: beside the model the device holds two batches' changes, each at most as large as the `BATCH_BYTES` of policy they are of, and half as much again
-of scratch; the host, in pinned memory, what was yielded and is still in use.
+Memory: beside the model the device holds two batches' changes, each at most 1.2 times as large as the `BATCH_BYTES` of policy they are of, and a third as
+much of scratch; the host, in pinned memory, what was yielded and is still in use.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from driftline.policy_store.tensor import SHARD_BYTES, Bytes1D
 
 __all__ = ["DENSE_SHARE", "DeviceDelta", "ShardContent", "Source", "Started"]
 
-DENSE_SHARE = 1 / 3
-"""Above it a shard of bfloat16 has fewer bytes than its changes: 2 an element against 6 a change."""
+DENSE_SHARE = 0.4
+"""Above it a shard's own bytes are fewer than its changes, 2 an element of bfloat16 against 6 a change, and its codec takes them whole anyway."""
 
 BATCH_BYTES = 256 * 1024 * 1024
 BATCHES_AHEAD = 2

@@ -175,6 +175,8 @@ class Trainer:
         """On a device what changed is found there, while it is rounded, and only that is copied out."""
         if emit is not None and self.by_changes:
             self._started.append(self._delta(chunk).start())
+            if len(self._started) > 1:  # the one before, while this one is found: all of them would take as much memory as the policy
+                self._emit_changes(emit, self._started.pop(0))
             return
         for name, master, parameter in zip(self.names[chunk], self.masters[chunk], self.parameters[chunk], strict=True):
             parameter.copy_(master.to(policy_dtype(name, self.dtype)))
@@ -187,12 +189,14 @@ class Trainer:
             self._deltas[chunk.start] = DeviceDelta(sources, self.dtype)
         return self._deltas[chunk.start]
 
+    def _emit_changes(self, emit: Emit, changed: Started) -> None:
+        for public, shards in changed.tensors():
+            emit(public, shards)
+
     def _emit_rest(self, emit: Emit) -> None:
         """What is on its way from the device, and what is not trained."""
-        started, self._started = self._started, []
-        for changed in started:
-            for public, shards in changed.tensors():
-                emit(public, shards)
+        while self._started:
+            self._emit_changes(emit, self._started.pop(0))
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
                 continue
