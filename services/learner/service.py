@@ -25,6 +25,7 @@ from driftline.messages.subjects import Subjects
 from driftline.messages.types import Admitted, Graded, Outcome, OutcomeEvent, Retried, RunFinished
 from driftline.policy_store.blobs import BlobStore
 from driftline.policy_store.manifest import Manifest
+from driftline.policy_store.model_files import store_files
 from driftline.policy_store.reader import PolicyReader
 from driftline.policy_store.tensor import Layout
 from driftline.policy_store.writer import PolicyWriter
@@ -41,6 +42,7 @@ from driftline.services.learner.ownership import Ownership
 from driftline.services.learner.probe import NumericsProbe
 from driftline.services.learner.records import records_of
 from driftline.services.learner.recovery import How, recover
+from driftline.services.learner.start_files import start_files
 from driftline.services.learner.trainer import StepReport, Trainer
 from driftline.services.policy_model import build_model, policy_torch_dtype
 from driftline.services.publishing import pull_patiently
@@ -349,6 +351,7 @@ class LearnerService:
                                  value=report.values.get("grad_norm"), remedy="lower learner.lr, or inspect the rewards")
 
     async def _publish_start(self, trainer: Trainer) -> None:
+        await store_files(self._bus, self._run, await asyncio.to_thread(start_files, self._config, self._layouts))
         tensors = await asyncio.to_thread(trainer.state)
         manifest = await self._writer.publish(
             to_host(tensors), version=0, learner_step=0, numerics=numerics_facts(self._config, self._optimizer))
