@@ -31,8 +31,8 @@ _INTERFACE = 1
 """Of `dl_interface`: arguments would be misread by a library that was built from other sources."""
 
 _FIT, _NO_MEMORY = -1, -2
-_SLACK = 4
-"""`dl_changed` writes positions in fours, and `dl_ranked_encode` wants one past the end."""
+_SLACK = 2
+"""`dl_changed` writes as many beyond what it found; `dl_ranked_encode` wants one past the end."""
 _END = np.iinfo(np.int32).max
 
 
