@@ -272,9 +272,11 @@ class Mirror:
     def follow(self, weights: EngineWeights, name: str, contents: list[ShardContent]) -> None:
         """Move forward as a reader does, and tell the engine's weights."""
         for shard, content in zip(self.shards[name], contents, strict=True):
-            move(self.state[name].data[shard.start : shard.stop], content)
             if content is not None:
-                weights.changed(shard, content.at if isinstance(content, Changes) else None)
+                out = self.state[name].data[shard.start : shard.stop]
+                before = out.copy()
+                move(out, content)
+                weights.seen(shard, "bfloat16", before, out)
 
 
 def in_lots(pool: ThreadPoolExecutor, work: Callable[[str, list[ShardContent]], R], items: Iterable[tuple[str, list[ShardContent]]]) -> list[R]:

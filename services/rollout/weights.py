@@ -9,7 +9,7 @@ set twice is right; when it raises, or every `verify_every`-th time when the par
 load everything from the mirror before it goes on. A parameter is compared bit for bit, or by the fingerprint of its bytes where it
 is on a device in the mirror's own dtype.
 
-Memory: 8 to 14 bytes a changed element on the host, 6 to 8 on the device; shards that are better copied whole wait on the device up to
+Memory: about 20 bytes a changed element on the host while it is staged, 6 to 8 on the device; shards that are better copied whole wait on the device up to
 `STAGED_BYTES` together, and in the mirror beyond that.
 """
 
@@ -88,11 +88,18 @@ class _Expected(NamedTuple):
     others: list[_Copy]
 
 
+class _Known(NamedTuple):
+    """Positions of a shard that changed, and the mirror's bits there at the time."""
+
+    at: _Positions
+    bits: npt.NDArray[Any]
+
+
 @dataclass
 class _Dirty:
-    """What is known to have changed since the last `stage`: positions by (tensor, first byte), None for a whole shard."""
+    """What is known to have changed since the last `stage`, by (tensor, first byte); None for a whole shard."""
 
-    shards: dict[tuple[str, int], list[_Positions] | None] = field(default_factory=dict)
+    shards: dict[tuple[str, int], list[_Known] | None] = field(default_factory=dict)
     afresh: bool = False
 
 
@@ -120,20 +127,18 @@ class EngineWeights:
     def seen(self, shard: Shard, dtype: str, before: Bytes1D | None, after: Bytes1D) -> None:
         """A shard of the mirror moved forward; called from worker threads, for a shard by one at a time."""
         kind = _UNSIGNED[DTYPES[dtype].width]
-        at: _Positions | None = None
+        known: _Known | None = None
         if before is not None:
-            differs = before.view(kind) != after.view(kind)
+            new = after.view(kind)
+            differs = before.view(kind) != new
             if np.count_nonzero(differs) <= WHOLE_SHARE * differs.size:
                 at = np.flatnonzero(differs).astype(np.int32)
-        self.changed(shard, at)
-
-    def changed(self, shard: Shard, at: _Positions | None) -> None:
-        """As `seen`, for who knows the positions that changed; None: the whole shard."""
+                known = _Known(at, new[at])  # here, where the shard was just verified and is in the cache: later it is not
         with self._lock:
             key = (shard.name, shard.start)
-            known = self._dirty.shards.setdefault(key, [])
-            if known is not None:
-                self._dirty.shards[key] = None if at is None else [*known, at]
+            earlier = self._dirty.shards.setdefault(key, [])
+            if earlier is not None:
+                self._dirty.shards[key] = None if known is None else [*earlier, known]
 
     def afresh(self) -> None:
         """The mirror was read anew: nothing is known of what changed."""
@@ -187,18 +192,20 @@ class EngineWeights:
         """A vector that the release stores longer than the model needs (A_log, padded to 128 heads)."""
         return name.endswith("A_log") and len(host.shape) == 1 and host.elements > self._flat[name].numel()
 
-    def _stage_shard(self, staging: _Staging, name: str, start: int, positions: list[_Positions] | None, host: HostTensor) -> None:
+    def _stage_shard(self, staging: _Staging, name: str, start: int, known: list[_Known] | None, host: HostTensor) -> None:
         flat, first = self._flat[name], start // host.width
         span = flat[first : first + SHARD_BYTES // host.width]
         if not span.numel():
             return  # of a padding
-        if positions is not None and span.element_size() <= 4 and sum(map(len, positions)) <= WHOLE_SHARE * span.numel():
-            at = positions[0] if len(positions) == 1 else np.concatenate(positions)
+        if known is None or span.element_size() > 4 or sum(len(each.at) for each in known) > WHOLE_SHARE * span.numel():
+            staging.copy(span, _mirrored(host, start, span.numel()))
+            return
+        at, bits = known[0].at, known[0].bits
+        if len(known) > 1 or self._padded(name, host):  # of several versions the mirror has the last: a position that comes twice is the same
+            at = np.concatenate([each.at for each in known])
             at = at[at < span.numel()]
             bits = host.data[start : start + SHARD_BYTES].view(_UNSIGNED[host.width])[at]
-            staging.put(span, at, _converted(bits, host.dtype, span.dtype))
-        else:
-            staging.copy(span, _mirrored(host, start, span.numel()))
+        staging.put(span, at, _converted(bits, host.dtype, span.dtype))
 
     def _expect(self, state: State) -> _Expected:
         spans: list[torch.Tensor] = []
