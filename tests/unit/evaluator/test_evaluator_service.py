@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import aclosing
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from loop_cases import beside, finish, publish_version, running, tiny
+from loop_cases import base_state, beside, finish, publish_version, running, tiny
 
 from driftline.messages.memory import MemoryBus
 from driftline.messages.subjects import Subjects
-from driftline.messages.types import EvalResult
+from driftline.messages.types import EvalResult, Task
+from driftline.models.model import K3ForCausalLM
 from driftline.policy_store.blobs import MemoryBlobs
+from driftline.policy_store.manifest import Manifest, manifest_subject
+from driftline.policy_store.pins import pins
+from driftline.policy_store.reader import PolicyReader
+from driftline.policy_store.writer import PolicyWriter
 from driftline.services.evaluator.service import EvaluatorService, heldout_tasks, next_version
+from driftline.services.grader.pool import GraderPool
 from driftline.services.runtime import run_topology
 from driftline.services.wiring import task_source
 
@@ -127,3 +134,25 @@ async def test_a_restarted_evaluator_goes_on_after_what_was_measured(bus: Memory
         await task
     assert [second.measured, third.measured] == [[2, 3], []]
     assert [r.version for r in await results(bus, 3)] == [0, 2, 3]
+
+
+async def test_a_version_is_held_until_its_result_is_stored_and_one_that_is_gone_is_passed_over(bus: MemoryBus, blobs: MemoryBlobs) -> None:
+    seen: list[tuple[int, set[tuple[int, str]], int]] = []
+
+    class Watched(EvaluatorService):
+        async def _measure(self, model: K3ForCausalLM, tasks: Sequence[Task], pool: GraderPool, manifest: Manifest) -> None:
+            await super()._measure(model, tasks, pool, manifest)
+            seen.append((manifest.version, {(held.link.version, held.owner) for held in await pins(bus, RUN)}, stored(bus)))
+
+    writer = PolicyWriter(bus, blobs, RUN, full_every=1)
+    await writer.resume()
+    for version in range(4):
+        await writer.publish(base_state(), version=version, learner_step=version)
+    reader = PolicyReader(bus, blobs, RUN)
+    gone = (await reader.manifest(0)).link
+    await bus.purge(Subjects(RUN).stream("POLICY"), manifest_subject(RUN, gone))
+    await finish(bus, RUN, 3)
+    async with running(Watched(bus, blobs, CONFIG)) as task:
+        await task
+    assert seen == [(3, {(3, "evaluator")}, 1)]
+    assert await pins(bus, RUN) == ()
