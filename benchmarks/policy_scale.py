@@ -377,18 +377,19 @@ def print_rows(rows: list[Row]) -> None:
         print(f"{entry['case']:62} {texts[0]:>9} {texts[1]:>9} {texts[2]:>6} {texts[3]:>9}  {entry['unit']:12} {entry['note']}", flush=True)
 
 
-def write(path: Path, device: str, command: str, rows: list[Row]) -> None:
-    """Rows of the other kind (sizes, or numbers of versions) stay as they were, with the command that made them in their notes."""
+def write(path: Path, device: str, made: dict[str, tuple[str, list[Row]]]) -> None:
+    """`made`: by kind, the command and its rows. What is there of the other kind stays as it was."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-    kinds = {"versions" in str(entry["case"]) for entry in rows}
-    old = json.loads(path.read_text())["rows"] if path.exists() else []
-    kept = [entry for entry in old if ("versions" in str(entry["case"])) not in kinds]
+    kinds = json.loads(path.read_text())["kinds"] if path.exists() else {}
+    kinds |= {kind: {"command": command, "rows": rows} for kind, (command, rows) in made.items()}
+    ordered = [kinds[kind] for kind in sorted(kinds)]
     result = {
-        "command": "python benchmarks/policy_scale.py --gib 1 4 16; python benchmarks/policy_scale.py --versions 1000" if kept else command,
+        "command": "; ".join(part["command"] for part in ordered),
         "commit": commit,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "device": device,
-        "rows": sorted([*kept, *rows], key=lambda entry: "versions" in str(entry["case"])),
+        "rows": [entry for part in ordered for entry in part["rows"]],
+        "kinds": kinds,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
@@ -417,12 +418,14 @@ def main() -> None:
     if not given.gib and given.versions < 2 * STRETCH:
         arguments.error(f"say --gib SIZE ..., or --versions with at least {2 * STRETCH}")
     print(f"{'case':62} {'ours':>9} {'peer':>9} {'ratio':>6} {'bound':>9}  unit")
-    rows = asyncio.run(grow(given.gib, given.folder)) if given.gib else []
+    made: dict[str, tuple[str, list[Row]]] = {}
+    if given.gib:
+        rows = asyncio.run(grow(given.gib, given.folder))
+        made["sizes"] = (f"python benchmarks/policy_scale.py --gib {' '.join(f'{gib:g}' for gib in given.gib)}", rows)
     if given.versions:
-        rows += asyncio.run(many(given.versions, given.folder))
-    command = "python benchmarks/policy_scale.py" + (f" --gib {' '.join(f'{gib:g}' for gib in given.gib)}" if given.gib else "") + (
-        f" --versions {given.versions}" if given.versions else "")
-    write(given.out or Path(__file__).parent / "results" / given.device / "policy_scale.json", given.device, command, rows)
+        rows = asyncio.run(many(given.versions, given.folder))
+        made["versions"] = (f"python benchmarks/policy_scale.py --versions {given.versions}", rows)
+    write(given.out or Path(__file__).parent / "results" / given.device / "policy_scale.json", given.device, made)
 
 
 if __name__ == "__main__":
