@@ -8,6 +8,7 @@ enum { LAYERS = 32, TAIL = 16, TAIL_MOST = 24, LOW_MOST = 48, HEAD = 6, SPARE = 
 typedef struct {
     uint8_t *data; /* room for `most` bytes and `SPARE` more, for whole-word stores */
     size_t bits, cleared;
+    uint64_t word; /* of what `put` wrote last, the byte that is not full */
 } Bits;
 
 typedef struct {
@@ -29,14 +30,13 @@ static int reserve(Bits *stream, size_t more, size_t most) {
     return 0;
 }
 
-/* `width` low bits of `value`, at most 49; room is reserved. */
+/* `width` bits of `value`, at most 49; room is reserved. Nothing is read back: a load across the last two stores would wait for both. */
 static inline void put(Bits *stream, uint64_t value, int width) {
-    uint64_t word;
-    uint8_t *at = stream->data + stream->bits / 8;
-    memcpy(&word, at, 8);
-    word |= value << (stream->bits & 7);
-    memcpy(at, &word, 8);
-    stream->bits += (size_t)width;
+    size_t from = stream->bits / 8, next = stream->bits + (size_t)width;
+    stream->word |= value << (stream->bits & 7);
+    memcpy(stream->data + from, &stream->word, 8);
+    stream->word >>= 8 * (next / 8 - from);
+    stream->bits = next;
 }
 
 static void put_varint(Writer *w, uint64_t value) {
@@ -49,14 +49,11 @@ static int log2_floor(uint64_t value) { return value ? 63 - __builtin_clzll(valu
 /* The best Rice parameter for c of n at random: Kiely 2004, "Selecting the Golomb Parameter in Rice Coding", in integers. */
 static int rice(uint64_t n, uint64_t c) { return log2_floor((2 * n - c) * 12 / (25 * c)); }
 
-static uint32_t *others_of(const uint32_t *chosen, size_t m, size_t n, uint32_t *out) {
-    size_t i = 0;
-    uint32_t *end = out;
-    for (uint32_t p = 0; p < n; p++) {
-        if (i < m && chosen[i] == p) i++;
-        else *end++ = p;
-    }
-    return end;
+/* All of n but those chosen, in runs. */
+static void others_of(const uint32_t *chosen, size_t m, size_t n, uint32_t *out) {
+    uint32_t p = 0;
+    for (size_t i = 0; i <= m; i++, p++)
+        for (uint32_t stop = i < m ? chosen[i] : (uint32_t)n; p < stop; p++) *out++ = p;
 }
 
 /* Which m of n, by their ascending positions; the fewer of the chosen and the others are coded. */
@@ -82,14 +79,22 @@ static int put_subset(Writer *w, const uint32_t *chosen, size_t m, size_t n, int
     if (!failed) failed = reserve(&w->low, c * (size_t)best, w->most);
     if (failed) return failed;
     uint32_t kept = ((uint32_t)1 << best) - 1;
-    size_t at = w->unary.bits;
+    size_t at = w->unary.bits, open = at / 64;
+    uint64_t word;
+    memcpy(&word, w->unary.data + 8 * open, 8);
+    Bits low = w->low; /* in registers */
     for (size_t i = 0; i < c; i++) {
         at += gaps[i] >> best;
-        w->unary.data[at / 8] |= (uint8_t)(1 << (at & 7));
+        if (at / 64 != open) {
+            memcpy(w->unary.data + 8 * open, &word, 8);
+            open = at / 64, word = 0;
+        }
+        word |= (uint64_t)1 << (at & 63);
         at++;
-        put(&w->low, gaps[i] & kept, best);
+        put(&low, gaps[i] & kept, best);
     }
-    w->unary.bits = at;
+    memcpy(w->unary.data + 8 * open, &word, 8);
+    w->low = low, w->unary.bits = at;
     return 0;
 }
 
@@ -108,10 +113,12 @@ static int put_bucket(Writer *w, const uint32_t *rank, const uint64_t *diff, siz
     w->head[w->head_size++] = (uint8_t)kv;
     failed = reserve(&w->low, m * (size_t)(kv + 1), w->most);
     if (failed) return failed;
+    Bits low = w->low;
     for (size_t i = 0; i < m; i++) {
         uint64_t negative = diff[i] != level[i] + 1;
-        put(&w->low, negative | (level[i] & (((uint64_t)1 << kv) - 1)) << 1, kv + 1);
+        put(&low, negative | (level[i] & (((uint64_t)1 << kv) - 1)) << 1, kv + 1);
     }
+    w->low = low;
     size_t alive = m;
     uint64_t layer = 0;
     for (; alive > TAIL && layer < LAYERS; layer++) {
@@ -269,13 +276,17 @@ static int get_subset(const uint8_t **at, const uint8_t *end, size_t n, int firs
 /* The ascending positions of a subset into `out`, which has room for those chosen. */
 static int read_subset(Reader *r, const Subset *s, uint32_t *out, uint32_t *scratch) {
     uint32_t *codes = s->inverted ? scratch : out;
+    Reader local = *r; /* in registers */
     uint64_t next = 0;
-    for (size_t i = 0; i < s->codes; i++) {
-        next += zeros(r) << s->k;
-        next += take(r, s->k);
-        if (next >= s->of) return MALFORMED;
+    const size_t count = s->codes, of = s->of;
+    const int k = s->k;
+    for (size_t i = 0; i < count; i++) {
+        next += zeros(&local) << k;
+        next += take(&local, k);
+        if (next >= of) return MALFORMED;
         codes[i] = (uint32_t)next++;
     }
+    *r = local;
     if (s->inverted) others_of(codes, s->codes, s->of, out);
     return 0;
 }
@@ -286,7 +297,9 @@ static int read_bucket(Reader *r, const Bucket *bucket, int width, const uint8_t
     size_t m = bucket->ranks.chosen;
     if (read_subset(r, &bucket->ranks, rank, scratch)) return MALFORMED;
     rank[m] = NONE;
-    for (size_t i = 0; i < m; i++) diff[i] = take(r, bucket->kv + 1);
+    Reader local = *r;
+    for (size_t i = 0; i < m; i++) diff[i] = take(&local, bucket->kv + 1);
+    *r = local;
     memset(level, 0, m);
     for (int j = 0; j < bucket->layers; j++) {
         const Subset *s = &bucket->layer[j];
