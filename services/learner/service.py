@@ -19,7 +19,7 @@ import torch
 
 from driftline.messages.bus import Bus, Delivery
 from driftline.messages.dead_letters import follow_dead, group_of
-from driftline.messages.errors import DriftlineError
+from driftline.messages.errors import DriftlineError, IntegrityError
 from driftline.messages.recording import store_batch, store_version
 from driftline.messages.subjects import Subjects
 from driftline.messages.types import Admitted, Graded, Outcome, OutcomeEvent, Retried, RunFinished
@@ -27,7 +27,7 @@ from driftline.policy_store.blobs import BlobStore
 from driftline.policy_store.manifest import Manifest
 from driftline.policy_store.model_files import store_files
 from driftline.policy_store.reader import PolicyReader
-from driftline.policy_store.tensor import Layout
+from driftline.policy_store.tensor import Layout, state_digest
 from driftline.policy_store.writer import PolicyWriter
 from driftline.services.config import Config
 from driftline.services.learner.assembler import Arrival, Assembler, Batch
@@ -58,6 +58,8 @@ PULL_BATCH = 128
 PULL_S = 1.0
 # After RunFinished a dispatcher may still have one Admitted on the wire; what arrives in this time is cancelled too.
 LATE_ADMISSION_S = 1.0
+VERIFY_EVERY = 50
+"""How many versions apart the changes that a device hands out are held to its weights; the first is."""
 
 
 class LearnerService:
@@ -324,9 +326,7 @@ class LearnerService:
             stepped = time.monotonic()
             manifest = await draft.commit(
                 consumed=batch.consumed, numerics=numerics_facts(self._config, self._optimizer), batch=recording.result())
-        # A device hands out changes only, and the probe wants the whole policy.
-        whole = await asyncio.to_thread(trainer.state) if self._probe is not None and trainer.by_changes else handing.kept
-        await self._published(manifest, whole)
+        await self._published(manifest, await self._whole(trainer, manifest) if trainer.by_changes else handing.kept)
         publish_s = time.monotonic() - stepped
         await self._end(self.assembler.commit(batch, version, now=time.time()))
         await self._checkpoints.after(trainer, version, manifest.digest)
@@ -356,6 +356,18 @@ class LearnerService:
         manifest = await self._writer.publish(
             to_host(tensors), version=0, learner_step=0, numerics=numerics_facts(self._config, self._optimizer))
         await self._published(manifest, tensors)
+
+    async def _whole(self, trainer: Trainer, manifest: Manifest) -> Mapping[str, torch.Tensor]:
+        """A device hands out changes only. The probe wants the whole policy, and now and then the changes are held to it: readers check
+        what they read against the manifest, and only here can it be seen that the manifest is of other weights than the learner's."""
+        due = manifest.version % VERIFY_EVERY == 1
+        if self._probe is None and not due:
+            return {}
+        tensors = await asyncio.to_thread(trainer.state)
+        if due and (found := await asyncio.to_thread(lambda: state_digest(to_host(tensors)))) != manifest.digest:
+            raise IntegrityError(f"the learner's weights have digest {found}", field=f"digest of version {manifest.version}",
+                                 value=manifest.digest, remedy="what changed was found wrongly on the device: do not use this run's policies")
+        return tensors
 
     async def _published(self, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> None:
         """The head has moved: the word on record, and what the probe needs."""

@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from typing import cast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from learning_samples import batch_of, small_model
+from loop_cases import admit, alternating, beside, grade, groups_of, head_at, running, sampled, tiny
 
 from driftline.messages.errors import IntegrityError
+from driftline.messages.memory import MemoryBus
 from driftline.models.lora import add_lora
+from driftline.policy_store import MemoryBlobs, PolicyReader
 from driftline.policy_store.draft import Draft
 from driftline.policy_store.forms import Changes
-from driftline.policy_store.tensor import SHARD_BYTES, HostTensor
+from driftline.policy_store.tensor import SHARD_BYTES, HostTensor, state_digest
 from driftline.services.config import LearnerConfig
 from driftline.services.learner import handing_in, trainer
+from driftline.services.learner.device_delta import ShardContent, Started
 from driftline.services.learner.handing_in import HandingIn
+from driftline.services.learner.service import LearnerService
 from driftline.services.learner.trainer import Emitted, Trainer
+from driftline.services.runtime import run_topology
 from driftline.services.tensors import to_host
 
 torch.set_num_threads(1)
@@ -166,3 +174,49 @@ async def test_when_the_draft_is_gone_the_waiting_thread_is_told(monkeypatch: py
             await second
         with pytest.raises(IntegrityError, match="nobody takes it"):
             await asyncio.to_thread(handing.emit, "third", torch.zeros(10))
+
+
+async def versions_of(folder: Path, monkeypatch: pytest.MonkeyPatch, *, by_changes: bool) -> list[str]:
+    """Digests of versions 0 to 2 of a learner that hands out what changed, or the tensors."""
+    real = Trainer.__init__
+
+    def made(self: Trainer, *arguments: Any, **more: Any) -> None:
+        real(self, *arguments, **more)
+        self.by_changes = by_changes
+
+    monkeypatch.setattr(Trainer, "__init__", made)
+    config = tiny("handing", run={"steps": 2})
+    async with MemoryBus() as bus:
+        await bus.declare(run_topology(config))
+        blobs = MemoryBlobs()
+        found = []
+        async with running(LearnerService(bus, blobs, config, folder)) as task:
+            found.append((await beside(task, head_at(bus, blobs, "handing", 0))).digest)
+            for step in (1, 2):
+                groups = groups_of(config, range(2 * step - 2, 2 * step))
+                await admit(bus, groups)
+                await grade(bus, alternating(sampled(groups, version=step - 1)))
+                found.append((await beside(task, head_at(bus, blobs, "handing", step))).digest)
+        state = await PolicyReader(bus, blobs, "handing").materialise(2)
+        assert state_digest(state) == found[2]
+    return found
+
+
+async def test_a_learner_by_changes_publishes_the_same_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = await versions_of(tmp_path / "whole", monkeypatch, by_changes=False)
+    changes = await versions_of(tmp_path / "changes", monkeypatch, by_changes=True)
+    assert whole == changes
+    assert len(set(whole)) == 3
+
+
+async def test_changes_that_are_not_those_of_the_weights_end_the_learner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Started.tensors
+
+    def wrong(self: Started) -> Iterator[tuple[str, list[ShardContent]]]:
+        for name, shards in real(self):
+            yield name, [None] * len(shards) if any(isinstance(shard, Changes) for shard in shards) else shards
+
+    monkeypatch.setattr(Started, "tensors", wrong)
+    with pytest.raises(ExceptionGroup) as raised:
+        await versions_of(tmp_path, monkeypatch, by_changes=True)
+    assert raised.group_contains(IntegrityError, match="the learner's weights have digest")
