@@ -9,24 +9,19 @@ for nothing, `LEASE_SLACK_S` later, which is how far two clocks may be apart.
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from contextlib import asynccontextmanager
-from typing import ClassVar, NamedTuple, Self
+from typing import NamedTuple
 
 import structlog
-import xxhash
-from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from driftline.messages.bus import Bus
-from driftline.messages.errors import BrokerUnavailable, HeadConflict, IntegrityError, MalformedMessage
-from driftline.messages.registry import register
-from driftline.messages.subjects import Subjects
-from driftline.messages.types import Message
+from driftline.messages.errors import BrokerUnavailable, HeadConflict, IntegrityError
 from driftline.policy_store.manifest import Link, Manifest
+from driftline.policy_store.pinned import LEASE_SLACK_S, Pin, Pins, pins_subject, read_pins
 from driftline.policy_store.reader import PolicyReader
 
 __all__ = ["LEASE_SLACK_S", "Pin", "Pins", "condemn", "condemned", "find", "held", "pin", "pin_link", "pins", "release", "unpin"]
@@ -37,47 +32,6 @@ ATTEMPTS = 32
 PAUSE_S = 0.02
 """Doubled with each lost race up to a second, and drawn at random below that: many readers that start together pass each other."""
 LEASE_S = 60.0
-LEASE_SLACK_S = 30.0
-
-
-class Pin(BaseModel):
-    """`until`: seconds since the epoch when it lapses; None: when it is taken off."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-    link: Link
-    owner: str = Field(min_length=1, max_length=64)
-    at: float
-    until: float | None = None
-
-    def lapsed(self, now: float) -> bool:
-        return self.until is not None and self.until + LEASE_SLACK_S < now
-
-
-@register
-class Pins(Message):
-    schema_name: ClassVar[str] = "pins"
-
-    revision: int = Field(ge=1)
-    pins: tuple[Pin, ...]
-    condemned: tuple[Link, ...] = ()
-    """Versions that are being deleted: no pin that needs them is given any more."""
-    seal: str = ""
-
-    @model_validator(mode="after")
-    def _sealed(self) -> Self:
-        # A version number with one bit flipped would be a pin on another version, and the one that was meant would go.
-        if self.seal and self.seal != self.sealed_by():
-            raise ValueError(f"seal = {self.seal} of revision {self.revision}: the content's is {self.sealed_by()}")
-        return self
-
-    def sealed_by(self) -> str:
-        text = json.dumps(self.model_dump(exclude={"seal"}), sort_keys=True, separators=(",", ":"))
-        return xxhash.xxh3_128_hexdigest(text.encode())
-
-    @property
-    def links(self) -> tuple[Link, ...]:
-        return tuple(pin.link for pin in self.pins)
 
 
 class Held(NamedTuple):
@@ -98,7 +52,7 @@ def without_pin(current: tuple[Pin, ...], version: int, owner: str) -> tuple[Pin
 
 async def pins(bus: Bus, run: str) -> tuple[Pin, ...]:
     """Those that count: lapsed leases do not."""
-    current, _ = await _read(bus, run)
+    current, _ = await read_pins(bus, run)
     now = time.time()
     return () if current is None else tuple(held for held in current.pins if not held.lapsed(now))
 
@@ -194,7 +148,7 @@ async def release(bus: Bus, run: str, links: Iterable[Link]) -> None:
 
 async def condemned(bus: Bus, run: str) -> tuple[Link, ...]:
     """Versions whose deletion was begun: a collector that starts goes on with them."""
-    current, _ = await _read(bus, run)
+    current, _ = await read_pins(bus, run)
     return () if current is None else current.condemned
 
 
@@ -217,23 +171,10 @@ def _keys(links: Iterable[Link]) -> Iterable[tuple[int, str]]:
     return (_key(link) for link in links)
 
 
-async def _read(bus: Bus, run: str) -> tuple[Pins | None, int]:
-    remedy = f"nothing is collected until {_subject(run)} is purged and what was pinned is pinned again"
-    try:
-        stored = await bus.last(Subjects(run).stream("POLICY"), _subject(run))
-    except MalformedMessage as error:
-        raise IntegrityError(f"unreadable: {error}", field="pins", value=run, remedy=remedy) from error
-    if stored is None:
-        return None, 0
-    if not isinstance(stored.message, Pins):
-        raise IntegrityError("not the pins", field="pins", value=type(stored.message).__name__, remedy=remedy)
-    return stored.message, stored.seq
-
-
 async def _change(bus: Bus, run: str, rule: Callable[[Held], Held]) -> Held:
     """What the pins say after the rule was applied to them."""
     for attempt in range(ATTEMPTS):
-        current, seq = await _read(bus, run)
+        current, seq = await read_pins(bus, run)
         held = Held((), ()) if current is None else Held(current.pins, current.condemned)
         wanted = rule(held)
         if wanted == held:
@@ -241,14 +182,10 @@ async def _change(bus: Bus, run: str, rule: Callable[[Held], Held]) -> Held:
         revision = 1 if current is None else current.revision + 1
         changed = Pins(run=run, revision=revision, pins=wanted.pins, condemned=wanted.condemned)
         try:
-            await bus.publish(_subject(run), changed.model_copy(update={"seal": changed.sealed_by()}),
+            await bus.publish(pins_subject(run), changed.model_copy(update={"seal": changed.sealed_by()}),
                               id=f"{run}/pins/{revision}/{uuid.uuid4().hex}", expect_last=seq)
         except HeadConflict:  # someone else changed them: apply the rule to what they left
             await asyncio.sleep(random.uniform(0, min(1.0, PAUSE_S * 2**attempt)))
             continue
         return wanted
     raise HeadConflict(f"changed by others {ATTEMPTS} times in a row", field="pins", value=run, remedy="try again")
-
-
-def _subject(run: str) -> str:
-    return f"{Subjects(run).root}.policy.pins"

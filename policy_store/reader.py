@@ -24,6 +24,7 @@ from driftline.policy_store.blobs import BlobStore
 from driftline.policy_store.manifest import Link, Manifest, PolicyHead, manifest_subject
 from driftline.policy_store.mapped import Allocate, in_memory
 from driftline.policy_store.paths import Edge, Path, Step, descend, ways
+from driftline.policy_store.pinned import read_pins
 from driftline.policy_store.shortcuts import Shortcut, bases, load_shortcut
 from driftline.policy_store.tensor import State
 from driftline.policy_store.workers import Workers, bounded, shared_workers
@@ -251,16 +252,26 @@ class PolicyReader:
             else:
                 self.counts.materialised += 1
                 return state
-        if await self._gone(target.link):
+        if await self._going(target, without):
             raise VersionCollected("it was collected", field="version", value=target.version, remedy="take the head's version")
         raise IntegrityError("; ".join(refused) or "no full leads to it", field="version", value=target.version,
                              remedy="every path is damaged or collected: restore the blobs, or take another version")
 
-    async def _gone(self, link: Link) -> bool:
+    async def _going(self, target: Manifest, failed: Collection[Edge]) -> bool:
+        """Whether a version that could not be made is being collected, or what it is made from: blobs go before their manifests."""
+        made_whole = any(edge.target == target.seal and edge.base is None for edge in failed)
+        links = (target.link,) if made_whole else (target.link, *target.chain)
+        going: set[str] = set()
+        with suppress(IntegrityError):  # what is wrong with the pins is not what is wrong here
+            said, _ = await read_pins(self._bus, self.run)
+            going = set() if said is None else {link.seal for link in said.condemned}
+        return any([link.seal in going or not await self._stored(link) for link in links])
+
+    async def _stored(self, link: Link) -> bool:
         try:
-            return await self._bus.last(self._policy, manifest_subject(self.run, link)) is None
+            return await self._bus.last(self._policy, manifest_subject(self.run, link)) is not None
         except MalformedMessage:
-            return False
+            return True
 
     async def advance(
         self, state: State, from_version: int, to_version: int, *, fallback: bool = True, seen: Seen | None = None
