@@ -265,9 +265,10 @@ class PolicyReader:
         with suppress(IntegrityError):  # what is wrong with the pins is not what is wrong here
             said, _ = await read_pins(self._bus, self.run)
             going = set() if said is None else {link.seal for link in said.condemned}
-        return any([link.seal in going or not await self._stored(link) for link in links])
+        return any([link.seal in going or not await self.stored(link) for link in links])
 
-    async def _stored(self, link: Link) -> bool:
+    async def stored(self, link: Link) -> bool:
+        """Whether there is a manifest under this link, readable or not."""
         try:
             return await self._bus.last(self._policy, manifest_subject(self.run, link)) is not None
         except MalformedMessage:

@@ -139,10 +139,12 @@ class Keeping:
     async def _collect(self, head: Link) -> None:
         now = time.time()
         try:
-            held = await pins(self._bus, self._reader.run)
+            told = await pins(self._bus, self._reader.run)
         except IntegrityError as error:  # what may not go cannot be told from what may
             self._block(str(error))
             return
+        # One whose owner died between storing it and learning that the version was gone would stop all collection.
+        held = tuple([pin for pin in told if pin.link.seal in self.known or await self._reader.stored(pin.link)])
         chosen = self._plan(head, held, now)
         self._block(chosen.blocked)
         ripe = self._grace.ripe([*(v.link.seal for v in chosen.delete), *(c.seal for c in chosen.chords)], now)
@@ -150,7 +152,7 @@ class Keeping:
             ripe |= await self._begun(chosen)
         versions = [version for version in chosen.delete if version.link.seal in ripe][:COLLECT_AT_ONCE]
         chords = [chord for chord in chosen.chords if chord.seal in ripe][:COLLECT_AT_ONCE]
-        gone = await collect(self._bus, self._blobs, self._reader.run, versions, shortcuts=chords, pinned=[pin.link for pin in held])
+        gone = await collect(self._bus, self._blobs, self._reader.run, versions, shortcuts=chords, pinned=[pin.link for pin in told])
         self._more = not gone.refused and len(ripe) > len(versions) + len(chords)
         if gone.refused:
             return  # someone has pinned a version since: the next time is soon enough

@@ -17,6 +17,7 @@ from driftline.messages.subjects import Subjects
 from driftline.messages.types import Metrics
 from driftline.policy_store import BlobRef, Manifest, MemoryBlobs, PolicyReader, PolicyWriter, State
 from driftline.policy_store.collect import Retention
+from driftline.policy_store.manifest import manifest_subject
 from driftline.policy_store.pins import condemn, condemned, pin, unpin
 from driftline.policy_store.shortcuts import load_shortcut
 from driftline.policy_store.squash import squash
@@ -178,6 +179,20 @@ async def test_a_collection_that_was_cut_off_is_finished_by_the_next_process(qui
     assert half.seal not in keeper.known
     assert await condemned(quick_bus, fresh_run) == ()
     await pin(quick_bus, reader, 7, "someone")
+
+
+async def test_a_pin_on_a_version_that_is_gone_stops_nothing(quick_bus: MemoryBus, fresh_run: str) -> None:
+    run = Run(quick_bus, MemoryBlobs(), fresh_run)
+    await publish_chain(quick_bus, run.blobs, fresh_run, run.policy, 9, full_every=2)
+    reader = run.reader()
+    link = await pin(quick_bus, reader, 1, "died before it learnt")
+    await quick_bus.purge(Subjects(fresh_run).stream("POLICY"), manifest_subject(fresh_run, link))
+    keeper = await learned(run, keeping(run))
+    head = await reader.head()
+    assert head is not None
+    await keeper.collect(head)
+    assert keeper.blocked == ""
+    assert sorted(version.link.version for version in keeper.known.values()) == [6, 7, 8]
 
 
 async def test_a_version_pinned_for_good_gets_a_full_and_its_chain_goes(quick_bus: MemoryBus, fresh_run: str) -> None:
