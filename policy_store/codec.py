@@ -31,7 +31,13 @@ import zstandard
 from driftline.messages.errors import IntegrityError
 from driftline.policy_store import native as kernels
 from driftline.policy_store.forms import Changes, Codec, DeltaForm, EncodedShard
-from driftline.policy_store.ranked import NO_EXPONENT, ranked_changes, ranked_encode, ranked_window
+from driftline.policy_store.ranked import (
+    EXPONENT_MOST,
+    NO_EXPONENT,
+    ranked_changes,
+    ranked_encode,
+    ranked_window,
+)
 from driftline.policy_store.tensor import SHARD_BYTES, Bytes1D
 
 __all__ = [
@@ -174,7 +180,10 @@ def _encode(base: Bytes1D, changes: Changes, width: int, exponent: tuple[int, in
         return EncodedShard(Codec.UNCHANGED, b"", 0)
     if form is DeltaForm.FAST and changed <= SPARSE_MAX * (base.size // width):
         return EncodedShard(Codec.SPARSE, _sections(_sparse(changes, base.size // width)), changed)
-    ranked = _ranked(base, changes, exponent or NO_EXPONENT) if form is DeltaForm.SMALL else None
+    low, bits = window = exponent or NO_EXPONENT
+    if min(window) < 0 or bits > EXPONENT_MOST or low >= 8 * width or low + bits > 8 * width:
+        raise IntegrityError(f"no exponent of elements of {width} bytes", field="exponent", value=exponent)
+    ranked = _ranked(base, changes, window) if form is DeltaForm.SMALL else None
     if ranked is not None and len(ranked) <= RANKED_WORTH * base.size:
         return EncodedShard(Codec.RANKED, ranked, changed)
     new = whole()

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from driftline.messages.errors import IntegrityError
 from driftline.policy_store.forms import Changes
 
-__all__ = ["BUCKETS", "NO_EXPONENT", "ROOM", "Elements", "ranked_changes", "ranked_encode", "ranked_window"]
+__all__ = ["BUCKETS", "EXPONENT_MOST", "NO_EXPONENT", "ROOM", "Elements", "ranked_changes", "ranked_encode", "ranked_window"]
 
 BUCKETS = 16
 """Exponents from `top` down; the last bucket has all below. Sizes are flat from 14 buckets up."""
@@ -46,6 +46,9 @@ OUTLIERS = 256
 
 ROOM = 64
 """A head may make a shard of a few elements larger than it was; the planes of the other forms have more of them."""
+
+EXPONENT_MOST = 11
+"""Bits of an exponent, as float64 has them."""
 
 NO_EXPONENT = (0, 0)
 _SAMPLE = 64

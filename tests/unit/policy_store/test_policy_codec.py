@@ -194,6 +194,13 @@ def test_a_payload_of_another_dtype_is_refused_by_name() -> None:
         apply(encoded.codec, encoded.payload, old.view(np.uint8), 2, exponent=(10, 5))
 
 
+@pytest.mark.parametrize("exponent", [(7, 12), (10, 8), (-1, 8), (70, 8)])
+def test_an_exponent_that_the_elements_cannot_have_is_refused(exponent: tuple[int, int]) -> None:
+    with pytest.raises(IntegrityError) as caught:
+        encode_delta(np.zeros(8, np.uint8), np.ones(8, np.uint8), 2, exponent=exponent)
+    assert caught.value.field == "exponent"
+
+
 def test_a_ranked_delta_on_other_weights_raises_or_gives_bytes_a_digest_refuses() -> None:
     old, new = adam_step(100_000, 1e-6, np.random.default_rng(7))
     other, _ = adam_step(100_000, 1e-6, np.random.default_rng(8))
