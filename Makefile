@@ -39,8 +39,11 @@ check:
 	f'{driftline.__file__} is another checkout'"
 
 # torch goes first and pinned, so that an index or wheel folder with a CPU build of it is what satisfies the range later.
-$(STAMP): pyproject.toml
-	@if [ ! -e $(STAMP) ] && $(MAKE) -s check 2>/dev/null; then echo "using the environment in .venv"; else \
+$(STAMP): pyproject.toml setup.py $(wildcard policy_store/native*.[ch])
+	@if [ ! -e $(STAMP) ] && $(MAKE) -s check 2>/dev/null; then echo "using the environment in .venv"; \
+	ls policy_store/_native*.so >/dev/null 2>&1 || $(BIN)/python setup.py -q build_ext --inplace >/dev/null 2>&1 \
+	  || echo "the native policy codec could not be built: numpy does its work"; \
+	else \
 	set -e; \
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Driftline needs Python 3.11 or newer: make PYTHON=python3.12")'; \
 	[ -x $(BIN)/python ] || $(PYTHON) -m venv .venv; \
