@@ -116,12 +116,15 @@ async def test_a_store_that_starts_late_makes_the_spans_that_begin_after_it(quic
 
 
 async def test_what_is_not_needed_goes_after_the_grace_and_without_another_version(quick_bus: MemoryBus, fresh_run: str) -> None:
-    run = Run(quick_bus, MemoryBlobs(), fresh_run, keep_versions=1, keep_start=False, grace_s=0.3)
+    run = Run(quick_bus, MemoryBlobs(), fresh_run, keep_versions=1, keep_start=False, grace_s=3600.0)
     await run.writer.resume()
     async with run.serving() as service:
         await run.publish(4)
         assert same(await run.reader().materialise(0), run.states[0]), "a reader that has just begun is not cut off"
         await run.publish(1)
+        assert service.collected_versions == 0
+        service._keeping._grace.seconds = 0.05
+        service._keeping._moved.set()
         await eventually(lambda: service.collected_versions == 4)
         assert await condemned(quick_bus, fresh_run) == ()
     with pytest.raises(IntegrityError, match="collected"):
