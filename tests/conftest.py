@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import os
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import structlog
 from s3_server import OWNER, S3Server, environment, weed_binary
 
 from driftline.messages.bus import Bus
@@ -20,6 +22,16 @@ from driftline.messages.nats_bus import NatsBus
 from driftline.messages.server import NatsServer
 
 _RUNS = itertools.count()
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_it_was() -> Iterator[None]:
+    """A command called in this process logs to a stream that is closed with it; what the next test logs must not go there."""
+    before, handlers, level = structlog.get_config(), logging.root.handlers[:], logging.root.level
+    yield
+    structlog.configure(**before)
+    logging.root.handlers[:] = handlers
+    logging.root.setLevel(level)
 
 
 @pytest.fixture(scope="session")
