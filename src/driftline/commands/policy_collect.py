@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from driftline.commands.common import BROKER, AsJson, RunName, Url
-from driftline.commands.policy_open import Endpoint, OpenRun, Store, VersionName, explained, opened, owned
+from driftline.commands.policy_open import (
+    Endpoint,
+    OpenRun,
+    Store,
+    VersionName,
+    explained,
+    opened,
+    owned,
+    settings_of,
+)
 from driftline.commands.policy_text import age, duration_of, emit, size, size_of, table
 from driftline.messages.errors import ConfigError, HeadConflict, IntegrityError
 
@@ -53,7 +62,8 @@ def gc(
     """Delete old versions, never one that is the head, pinned, being read, or part of the way to one of these.
 
     Exit code 1 when something blocks the collection or the store lacks what it should have."""
-    settings = _settings(name, run_file)
+    config = settings_of(name, run_file)
+    settings = None if config is None else config.policy_store
     wanted = _retention(settings, keep, keep_for, keep_bytes)
     keep_start = not drop_start and (settings is None or settings.keep_start)
     grace_s = 0.0 if grace.strip() in ("0", "0s") else duration_of(grace, "--grace")
@@ -210,17 +220,6 @@ def _print(look: Look, done: Done | None) -> None:
     if done is not None:
         typer.echo(f"deleted {done.collected.versions} versions and {done.collected.shortcuts} shortcuts, {size(done.collected.nbytes)}"
                    + (f"; {len(done.orphans)} orphans, {size(sum(blob.size for blob in done.orphans))}" if done.orphans else ""))
-
-
-def _settings(name: str, run_file: Path | None) -> PolicyStoreConfig | None:
-    if run_file is None:
-        return None
-    from driftline.services.config import load
-
-    config = load(run_file)
-    if config.run.name != name:
-        raise ConfigError(f"it describes run {config.run.name!r}", field="--run-file", value=str(run_file), remedy=f"name the run file of {name!r}")
-    return config.policy_store
 
 
 def _retention(settings: PolicyStoreConfig | None, keep: int | None, keep_for: str, keep_bytes: str) -> Retention:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from driftline.commands.common import BROKER, AsJson, Url, with_bus
-from driftline.commands.policy_open import Endpoint, Store, explained, owned, where
+from driftline.commands.policy_open import Endpoint, Store, explained, owned, settings_of, where
 from driftline.commands.policy_text import emit, size
 from driftline.commands.progress import Meter
 from driftline.messages.errors import BrokerDenied, ConfigError, IntegrityError
@@ -48,7 +48,7 @@ def import_(
     """Take weights in, bit for bit: a model or an adapter becomes a version."""
     from driftline.policy_store.exchange import ModelFolder
 
-    config = _config(run, run_file)
+    config = settings_of(run, run_file)
     if scratch is not None and not scratch.is_dir():
         raise ConfigError("no such folder", field="--scratch", value=str(scratch), remedy="name one with room for the weights")
     incoming = Incoming.of(ModelFolder.open(folder), None if onto is None else ModelFolder.open(onto))
@@ -250,14 +250,3 @@ async def _check_place(bus: NatsBus, run: str, store: BlobStore, named: str) -> 
         await reader.reachable(head.link)
     except IntegrityError as error:
         raise ConfigError(f"version {head.version} is not there", field="--store", value=named, remedy="name the store the run was trained with") from error
-
-
-def _config(run: str, run_file: Path | None) -> Config | None:
-    if run_file is None:
-        return None
-    from driftline.services.config import load
-
-    config = load(run_file)
-    if config.run.name != run:
-        raise ConfigError(f"it describes run {config.run.name!r}", field="--run-file", value=str(run_file), remedy=f"name the run file of {run!r}")
-    return config

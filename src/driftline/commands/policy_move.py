@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from driftline.commands.common import BROKER, AsJson, RunName, Url
-from driftline.commands.policy_open import Endpoint, OpenRun, Store, VersionName, leased, opened
+from driftline.commands.policy_open import Endpoint, OpenRun, Store, VersionName, leased, opened, settings_of
 from driftline.commands.policy_text import emit, size, size_of
 from driftline.commands.progress import in_thread
 from driftline.messages.errors import ConfigError
@@ -49,7 +49,7 @@ def get(
     """Take a version home as it is: model.safetensors and, where it is known, config.json.
 
     Interrupted, it goes on where it was: packs that were read lie in DIR.packs until the folder is whole."""
-    config, packs = _config(name, run_file), Path(f"{os.path.abspath(out)}.packs")
+    config, packs = settings_of(name, run_file), Path(f"{os.path.abspath(out)}.packs")
 
     async def body(run: OpenRun) -> int:
         from driftline.policy_store.blobs import DirectoryBlobs
@@ -77,7 +77,7 @@ def export(
     force: Force = False, run_file: RunFile = None, files: Files = None, as_json: AsJson = False, store: Store = "", endpoint: Endpoint = None,
 ) -> None:
     """Write a version as transformers, vLLM and PEFT load it: weights, config.json, tokenizer, generation config; or adapters alone."""
-    config, file_bytes = _config(name, run_file), size_of(shard_size, "--shard-size")
+    config, file_bytes = settings_of(name, run_file), size_of(shard_size, "--shard-size")
 
     async def body(run: OpenRun) -> int:
         manifest = await run.manifest(version)
@@ -210,17 +210,6 @@ def _lora(manifest: Manifest, beside: Mapping[str, bytes], config: Config | None
         alpha = config.learner.lora_alpha if config.learner.lora_alpha is not None else float(config.learner.lora_rank)
     made = AdapterConfig.of(layouts, alpha or None, base or (stored.base if stored is not None else ""))
     return Lora(merge, made.alpha, made.document(layouts))
-
-
-def _config(name: str, run_file: Path | None) -> Config | None:
-    if run_file is None:
-        return None
-    from driftline.services.config import load
-
-    config = load(run_file)
-    if config.run.name != name:
-        raise ConfigError(f"it describes run {config.run.name!r}", field="--run-file", value=str(run_file), remedy=f"name the run file of {name!r}")
-    return config
 
 
 def _run_file_here(name: str) -> str:

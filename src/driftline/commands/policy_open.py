@@ -10,6 +10,7 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
@@ -24,8 +25,9 @@ if TYPE_CHECKING:
     from driftline.policy_store.manifest import Manifest, PolicyHead
     from driftline.policy_store.mapped import Allocate
     from driftline.policy_store.reader import PolicyReader
+    from driftline.services.config import Config
 
-__all__ = ["OWNER_LIMIT", "Endpoint", "OpenRun", "Store", "VersionName", "explained", "leased", "opened", "owned", "owner", "where"]
+__all__ = ["OWNER_LIMIT", "Endpoint", "OpenRun", "Store", "VersionName", "explained", "leased", "opened", "owned", "owner", "settings_of", "where"]
 
 VersionName = Annotated[str, typer.Argument(metavar="VERSION", help="A number, head, head~3 or start.")]
 Store = Annotated[
@@ -168,6 +170,18 @@ async def owned(bus: NatsBus, run: str) -> AsyncIterator[int]:
         raise failures.exceptions[0] from failures
     finally:
         await claim.release()
+
+
+def settings_of(name: str, run_file: Path | None) -> Config | None:
+    """The run file given with --run-file. ConfigError when it describes another run."""
+    if run_file is None:
+        return None
+    from driftline.services.config import load
+
+    config = load(run_file)
+    if config.run.name != name:
+        raise ConfigError(f"it describes run {config.run.name!r}", field="--run-file", value=str(run_file), remedy=f"name the run file of {name!r}")
+    return config
 
 
 def owner() -> str:
