@@ -58,6 +58,12 @@ __all__ = [
 SPARSE_MAX = 0.4
 """Sparse is smaller than dense up to about half of the elements and quicker up to about 0.3; at 0.4 they trade evenly."""
 
+COARSER = (1, 2)
+"""Bits of the exponent that a small shard may do without."""
+
+COARSE_MOST = 128 * 1024
+"""Elements of a shard that is coded by coarser exponents too: with more, the head is a small part, and each try reads the shard again."""
+
 RANKED_WORTH = 0.25
 """A change at random this large is rare, and one that is not at random (a scaled tensor, a counter) may suit the byte planes better."""
 
@@ -116,7 +122,7 @@ def encode_full(new: Bytes1D, width: int) -> EncodedShard:
 def apply(codec: Codec, payload: bytes | memoryview, out: Bytes1D, width: int, *, exponent: tuple[int, int] | None = None) -> None:
     """Turn `out`, which holds the base, into the new shard, in place. For a full `out` may hold anything.
 
-    A payload says by which exponent it was coded; `exponent`, when given, must be the same. Raises IntegrityError on a malformed
+    A payload says by which exponent it was coded; `exponent`, when given, must be the same or a finer one. Raises IntegrityError on a malformed
     payload; `out` is then undefined.
     """
     _check_shard(out, width)
@@ -183,7 +189,7 @@ def _encode(base: Bytes1D, changes: Changes, width: int, exponent: tuple[int, in
     low, bits = window = exponent or NO_EXPONENT
     if min(window) < 0 or bits > EXPONENT_MOST or low >= 8 * width or low + bits > 8 * width:
         raise IntegrityError(f"no exponent of elements of {width} bytes", field="exponent", value=exponent)
-    ranked = _ranked(base, changes, window) if form is DeltaForm.SMALL else None
+    ranked = _smallest_ranked(base, changes, window) if form is DeltaForm.SMALL else None
     if ranked is not None and len(ranked) <= RANKED_WORTH * base.size:
         return EncodedShard(Codec.RANKED, ranked, changed)
     new = whole()
@@ -203,6 +209,20 @@ def _changes(base: Bytes1D, new: Bytes1D, width: int) -> Changes:
     xor: _Elements = np.bitwise_xor(base.view(_UINT[width]), new.view(_UINT[width]))
     at = np.flatnonzero(xor)
     return Changes(at.astype(np.int32), xor[at])
+
+
+def _smallest_ranked(base: Bytes1D, changes: Changes, exponent: tuple[int, int]) -> bytes | None:
+    """Of a small shard, by the exponent, or with two or four exponents to a bucket, or in one bucket: a bucket's line in the head is
+    worth its bytes only where it tells many elements apart."""
+    best = _ranked(base, changes, exponent)
+    if base.size > COARSE_MOST * changes.xor.itemsize or exponent == NO_EXPONENT:
+        return best
+    low, bits = exponent
+    for window in (*((low + k, bits - k) for k in COARSER if bits > k), NO_EXPONENT):
+        coarse = _ranked(base, changes, window)
+        if coarse is not None and (best is None or len(coarse) < len(best)):
+            best = coarse
+    return best
 
 
 def _ranked(base: Bytes1D, changes: Changes, exponent: tuple[int, int]) -> bytes | None:
@@ -287,7 +307,9 @@ def _check_empty(payload: bytes | memoryview) -> None:
 
 def _check_window(payload: bytes | memoryview, exponent: tuple[int, int] | None) -> None:
     found = ranked_window(payload)
-    if exponent is not None and found not in (exponent, NO_EXPONENT):
+    if exponent is None or found == NO_EXPONENT:
+        return
+    if found not in [(exponent[0] + k, exponent[1] - k) for k in (0, *COARSER)]:
         raise IntegrityError("coded by the exponent of another dtype", field="exponent", value=found, remedy=f"expected {exponent}")
 
 

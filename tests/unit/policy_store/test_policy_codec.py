@@ -23,6 +23,7 @@ from driftline.policy_store.codec import (
     encode_delta,
     encode_full,
 )
+from driftline.policy_store.ranked import ranked_encode
 from driftline.policy_store.tensor import (
     DTYPES,
     SHARD_BYTES,
@@ -354,3 +355,24 @@ def test_shards_tile_every_tensor_once_and_in_order(sizes: list[int]) -> None:
         own = [shard for shard in shards if shard.name == name]
         assert sum(shard.stop - shard.start for shard in own) == layout.nbytes
         assert all(0 < shard.stop - shard.start <= SHARD_BYTES for shard in own)
+
+
+def test_a_small_shard_is_coded_by_as_coarse_an_exponent_as_pays() -> None:
+    """A line in the head for each exponent would cost more than the changes of a tensor of a few thousand elements."""
+    rng = np.random.default_rng(3)
+    for elements, least in ((1024, 0.85), (4096, 0.9), (16384, 0.95)):
+        weights = (rng.standard_normal(elements).astype(np.float32) * np.float32(0.05)).view(np.uint32)
+        old = (weights >> 16).astype(np.uint16)
+        new = old.copy()
+        moved = rng.random(elements) < 0.002 * 2.0 ** np.clip(0x7B - (old >> 7 & 0xFF).astype(np.int64), -2, 6)
+        new[moved] += 1
+        changes = Changes(np.flatnonzero(moved).astype(np.int32), (old ^ new)[moved])
+        coded = encode_delta(old.view(np.uint8), new.view(np.uint8), 2, exponent=(7, 8))
+        finest = ranked_encode(old, changes, (7, 8))
+        assert finest is not None
+        assert len(coded.payload) < least * len(finest)
+        out = old.copy()
+        apply(coded.codec, coded.payload, out.view(np.uint8), 2, exponent=(7, 8))
+        assert np.array_equal(out, new)
+        with pytest.raises(IntegrityError, match="exponent of another dtype"):
+            apply(coded.codec, finest, old.copy().view(np.uint8), 2, exponent=(10, 5))
