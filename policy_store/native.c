@@ -122,14 +122,6 @@ static inline uint64_t below(const uint64_t *a, const uint64_t *b) {
 #define FLAGS(flag) gathered(flag, 0)
 #define SELECT(mask, r) nth_bit(mask, r)
 #include "native_scan.h"
-#undef FN
-#undef NAME
-#undef PLANES
-#undef FLAGS
-#undef SELECT
-#undef SPREAD
-#undef COUNT
-#undef BELOW
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <immintrin.h>
@@ -168,14 +160,6 @@ FN inline void count_avx2(const uint64_t *base, const uint64_t *mask, uint64_t *
 #define BELOW(a, b) below(a, b)
 #define SELECT(mask, r) nth_bit(mask, r) /* pdep is microcode on the AMD parts that stop at AVX2 */
 #include "native_scan.h"
-#undef FN
-#undef NAME
-#undef PLANES
-#undef FLAGS
-#undef SELECT
-#undef SPREAD
-#undef COUNT
-#undef BELOW
 
 #define FN __attribute__((target("avx2,bmi,bmi2,popcnt,lzcnt,avx512f,avx512bw,avx512dq,avx512vl,avx512vpopcntdq,prefer-vector-width=512"))) static
 #define NAME(x) x##_avx512
@@ -205,7 +189,6 @@ FN inline uint64_t gathered_avx512(const uint8_t *byte, int p) {
 #define BELOW(a, b) below_avx512(a, b)
 #define SELECT(mask, r) (int)_tzcnt_u64(_pdep_u64((uint64_t)1 << (r), mask))
 #include "native_scan.h"
-#undef FN
 
 static int level(void) {
     static int known = -1; /* every thread finds the same */

@@ -206,3 +206,13 @@ FN void NAME(merge)(const uint8_t *const *planes, size_t n, int width, int flip,
     default: NAME(merge_U64)(planes, n, flip, (U64 *)out); break;
     }
 }
+
+/* For the next instructions. */
+#undef FN
+#undef NAME
+#undef PLANES
+#undef FLAGS
+#undef SELECT
+#undef SPREAD
+#undef COUNT
+#undef BELOW

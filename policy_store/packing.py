@@ -47,7 +47,6 @@ PUTS_IN_FLIGHT = 4
 
 _HEAD = struct.Struct("<4sBxHQI")
 _MAGIC = b"DLP1"
-_UINT = {1: "<u1", 2: "<u2", 4: "<u4", 8: "<u8"}
 
 
 class PackHead(NamedTuple):
@@ -112,7 +111,7 @@ class Job:
                                      remedy="hand in the whole shard")
             if self.delta:
                 delta = encode_changes(known, self.new, kind.width, exponent=kind.exponent, form=self.form)
-            self.base.view(_UINT[kind.width])[self.new.at] ^= self.new.xor
+            self.base.view(f"<u{kind.width}")[self.new.at] ^= self.new.xor
             new = self.base
         else:
             new = self.new
