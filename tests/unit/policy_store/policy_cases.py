@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
 import numpy as np
 
 from driftline.messages.blobs import BlobRef
 from driftline.messages.bus import Bus
 from driftline.policy_store import BlobStore, HostTensor, PolicyWriter, State
+
+T = TypeVar("T")
 
 
 class Policy:
@@ -57,3 +63,16 @@ async def publish_chain(
                              batch=BlobRef(f"{version:032x}", 100, 1) if version else None)
         states.append(copy_of(policy.state))
     return writer, states
+
+
+async def cut_after(turns: int, work: Coroutine[Any, Any, T]) -> tuple[asyncio.Task[T], bool]:
+    """Cancel `work` after that many turns of the loop; the task, which is done, and whether the work was before it was cancelled."""
+    task = asyncio.create_task(work)
+    for _ in range(turns):
+        if task.done():
+            break
+        await asyncio.sleep(0)
+    finished = task.done()
+    task.cancel()
+    await asyncio.wait([task])
+    return task, finished

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import numpy as np
 import pytest
-from policy_cases import Policy, copy_of, publish_chain, same
+from policy_cases import Policy, copy_of, cut_after, publish_chain, same
 
 from driftline.messages.dead_letters import Raw
 from driftline.messages.errors import BrokerUnavailable, DriftlineError, IntegrityError, MalformedMessage
@@ -400,14 +400,7 @@ async def test_a_cancellation_at_any_point_leaves_the_version_or_nothing(case: C
     cancelled = 0
     for turns in range(400):
         state = copy_of(case.states[3])
-        task = asyncio.create_task(PolicyReader(case.bus, Slow(), case.run).advance(state, 3, 7))
-        for _ in range(turns):
-            if task.done():
-                break
-            await asyncio.sleep(0)
-        finished = task.done()
-        task.cancel()
-        await asyncio.wait([task])
+        task, finished = await cut_after(turns, PolicyReader(case.bus, Slow(), case.run).advance(state, 3, 7))
         cancelled += task.cancelled()
         if task.cancelled():
             assert state == {} or any(same(state, case.states[version]) for version in (3, 4, 6, 7))
@@ -427,14 +420,8 @@ async def test_a_squash_or_rebase_cut_off_anywhere_is_there_whole_or_not_at_all(
         await case.bus.purge(stream, shortcut_subject(case.run, target.link, base))
         cut = 0
         for turns in range(400):
-            work = rebase(case.bus, case.blobs, reader, target) if base is None else squash(case.bus, case.blobs, reader, target, base)
-            task = asyncio.ensure_future(work)
-            for _ in range(turns):
-                if task.done():
-                    break
-                await asyncio.sleep(0)
-            task.cancel()
-            await asyncio.wait([task])
+            whole = rebase(case.bus, case.blobs, reader, target) if base is None else squash(case.bus, case.blobs, reader, target, base)
+            task, _ = await cut_after(turns, whole)
             cut += task.cancelled()
             made = await load_shortcut(case.bus, case.run, target.link, base)
             if made is not None:

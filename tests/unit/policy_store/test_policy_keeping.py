@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from policy_cases import Policy, copy_of, publish_chain, same
+from policy_cases import Policy, copy_of, cut_after, publish_chain, same
 
 from driftline.messages.bus import Bus
 from driftline.messages.errors import BrokerFull, IntegrityError
@@ -334,14 +334,7 @@ async def test_a_collection_cut_off_at_any_point_takes_nothing_that_stays_and_is
     cut = 0
     for turns in range(200):
         keeper = await learned(run, keeping(run))
-        task = asyncio.create_task(keeper.collect(head))
-        for _ in range(turns):
-            if task.done():
-                break
-            await asyncio.sleep(0)
-        finished = task.done()
-        task.cancel()
-        await asyncio.wait([task])
+        task, finished = await cut_after(turns, keeper.collect(head))
         cut += task.cancelled()
         for version in (22, 23):
             assert same(await run.reader().materialise(version), states[version])
