@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from driftline.messages.errors import IntegrityError
+from driftline.policy_store import native as native_module
 from driftline.policy_store.codec import (
     Changes,
     Codec,
@@ -25,7 +26,7 @@ from driftline.policy_store.codec import (
     encode_changes,
     encode_delta,
 )
-from driftline.policy_store.native import Native
+from driftline.policy_store.native import Native, open_native
 from driftline.policy_store.tensor import SHARD_BYTES
 
 R = TypeVar("R")
@@ -169,3 +170,12 @@ def test_the_kernels_can_be_forbidden() -> None:
     environment = {**os.environ, "DRIFTLINE_NATIVE": "0"}
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment, timeout=60)
     assert found.stdout.strip() == "None"
+
+
+def test_a_library_of_another_interface_is_not_used(native: Native, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its functions would read the arguments as others."""
+    assert open_native() is not None
+    monkeypatch.setattr(native_module, "_INTERFACE", native_module._INTERFACE + 1)
+    assert open_native() is None
+    with pytest.raises(OSError, match="other sources"):
+        Native(native.path)
