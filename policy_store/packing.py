@@ -98,16 +98,23 @@ class Job:
         return self.shard.stop - self.shard.start
 
     def encode(self) -> Coded:
+        """Raises IntegrityError, which names tensor and shard."""
+        try:
+            return self._encode()
+        except IntegrityError as error:
+            raise IntegrityError(str(error), field=f"tensor {self.shard.name}", value=f"bytes {self.shard.start}:{self.shard.stop}") from error
+
+    def _encode(self) -> Coded:
         kind = DTYPES[self.dtype]
         if self.base_digest is not None and self.base is not None and shard_digest(self.base) != self.base_digest:
             # A delta against a damaged base is one that every reader refuses.
-            raise IntegrityError("the writer's base is not what it published", field=self.shard.name,
+            raise IntegrityError("it is not what it published", field="the writer's base",
                                  value=self.shard.number, remedy="resume() reads it again")
         known = self.base if self.base_digest is not None else None
         delta: EncodedShard | None = None
         if isinstance(self.new, Changes):
             if self.base is None or known is None:
-                raise IntegrityError("changes of a shard that has no base", field=self.shard.name, value=self.shard.number,
+                raise IntegrityError("changes of a shard that has none", field="base", value=self.shard.number,
                                      remedy="hand in the whole shard")
             if self.delta:
                 delta = encode_changes(known, self.new, kind.width, exponent=kind.exponent, form=self.form)

@@ -15,6 +15,7 @@ from driftline.messages.errors import BrokerUnavailable, HeadConflict, Integrity
 from driftline.messages.memory import MemoryBus
 from driftline.messages.subjects import topology
 from driftline.policy_store import HostTensor, MemoryBlobs, PolicyReader, PolicyWriter, State
+from driftline.policy_store.draft import Draft
 from driftline.policy_store.forms import Changes
 from driftline.policy_store.manifest import Manifest
 from driftline.policy_store.mapped import mapped_in
@@ -151,6 +152,25 @@ async def too_few_shards(writer: PolicyWriter, state: State) -> None:
         await draft.put_changes("layers.0.weight", [None])
 
 
+async def change_beyond_the_shard(writer: PolicyWriter, state: State) -> None:
+    beyond = Changes(np.asarray([1, state["norm"].elements], np.int32), np.asarray([1, 1], np.uint32))
+    async with writer.draft(layouts_of(state), version=2, learner_step=2) as draft:
+        await draft.put_changes("norm", [beyond])
+        await hand_in_rest(draft, state)
+
+
+async def a_shard_cut_short(writer: PolicyWriter, state: State) -> None:
+    async with writer.draft(layouts_of(state), version=2, learner_step=2) as draft:
+        await draft.put_changes("norm", [state["norm"].data[:-4]])
+        await hand_in_rest(draft, state)
+
+
+async def hand_in_rest(draft: Draft, state: State) -> None:
+    for name in state.keys() - {"norm"}:
+        await draft.put(name, state[name])
+    await draft.commit()
+
+
 async def discard_too_late(writer: PolicyWriter, state: State) -> None:
     async with writer.draft(layouts_of(state), version=2, learner_step=2) as draft:
         await draft.put("norm", state["norm"])
@@ -160,7 +180,7 @@ async def discard_too_late(writer: PolicyWriter, state: State) -> None:
 @pytest.mark.parametrize(("mistake", "words"), [
     (put_twice, "put twice"), (put_a_stranger, "not in the draft's layouts"), (put_another_shape, "declared as"),
     (leave_one_out, "4 tensors were not put"), (forget_to_commit, "without a commit"), (change_what_is_not_there, "the base does not have"),
-    (too_few_shards, "it has 2"), (discard_too_late, "were put already"),
+    (too_few_shards, "it has 2"), (change_beyond_the_shard, "tensor norm.*must ascend within 33"), (a_shard_cut_short, "tensor norm.*new 128"), (discard_too_late, "were put already"),
 ])  # fmt: skip
 async def test_a_mistake_is_named_publishes_nothing_and_the_writer_can_go_on(
     policy: Policy, writer: PolicyWriter, reader: PolicyReader, mistake: object, words: str
