@@ -58,7 +58,7 @@ def _tool(name: str, cubin: bytes, *flags: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
-        tool = Path(str(backend.__file__)).parent / "bin" / name if backend.__file__ else Path(next(iter(backend.__path__))) / "bin" / name
+        tool = Path(next(iter(backend.__path__))) / "bin" / name
         return subprocess.run([tool, *flags, path], capture_output=True, text=True, check=True).stdout
 
 
@@ -69,9 +69,6 @@ def _resources(cubin: bytes) -> tuple[int, int]:
 
 
 class _Utils:
-    def __init__(self, registry: dict[str, Any]) -> None:
-        self._registry = registry
-
     def load_binary(self, name, binary, shared, device):
         return 0, 0, *_resources(binary), 1024
 
@@ -89,11 +86,10 @@ class _Utils:
 class _Driver:
     """What Triton asks of a driver, for a device of which only the architecture is known."""
 
-    def __init__(self, arch: int, kernels: list[CompiledKernel]) -> None:
+    def __init__(self, arch: int) -> None:
         from triton.backends.compiler import GPUTarget
 
-        self._target, self._kernels, self._seen, self.started = GPUTarget("cuda", arch, 32), kernels, set[str](), time.perf_counter()
-        self.utils = _Utils({})
+        self._target, self.utils = GPUTarget("cuda", arch, 32), _Utils()
 
     def get_current_target(self):
         return self._target
@@ -137,47 +133,52 @@ class _Driver:
 def compiling_for(arch: int = 90) -> Iterator[list[CompiledKernel]]:
     """Launches inside compile for compute capability `arch` (90: Hopper) and run nothing. Yields the kernels, one for each specialisation that was
     launched, in order; nothing is read from Triton's cache, so `seconds` is what a first call costs. Raises ImportError without Triton."""
-    import triton
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
     kernels: list[CompiledKernel] = []
-    mine = _Driver(arch, kernels)
-    before = driver._active if hasattr(driver, "_active") else None
-    real, caches, seen = JITFunction.run, [], set[int]()
+    before, real = driver._active, JITFunction.run
+    caches: dict[int, tuple[Any, dict[Any, Any]]] = {}
+    found: list[Any] = []
 
     def run(self, *args, grid, warmup, **kwargs):
-        if id(self) not in seen:
-            seen.add(id(self))
-            caches.append((self, dict(self.device_caches)))
+        if id(self) not in caches:
+            caches[id(self)] = self, dict(self.device_caches)
             self.device_caches.clear()
         start = time.perf_counter()
         kernel = real(self, *args, grid=grid, warmup=warmup, **kwargs)
         spent = time.perf_counter() - start
-        if kernel is not None and all(kernel is not k for k, _ in found):
+        if kernel is not None and all(kernel is not k for k in found):
             shape = grid(dict(zip(self.arg_names, args, strict=False)) | kwargs) if callable(grid) else grid
-            found.append((kernel, spent))
+            found.append(kernel)
             registers, stack = _resources(kernel.asm["cubin"])
             kernels.append(CompiledKernel(self.fn.__name__, registers, stack, kernel.metadata.shared, kernel.metadata.num_warps,
                                           kernel.metadata.num_stages, round(spent, 2), tuple(shape), kernel.asm["ptx"], kernel.asm["cubin"]))
         return kernel
 
-    found: list[tuple[Any, float]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        cache = os.environ.get("TRITON_CACHE_DIR")
-        os.environ["TRITON_CACHE_DIR"] = folder
-        driver.set_active(mine)
+    with tempfile.TemporaryDirectory() as folder, _environment("TRITON_CACHE_DIR", folder):
+        driver.set_active(_Driver(arch))
         JITFunction.run = run
         try:
             yield kernels
         finally:
             JITFunction.run = real
-            if before is None:
-                driver.reset_active() if driver._default is not None else setattr(driver, "_active", None)
-            else:
-                driver.set_active(before)
-            for function, held in caches:
+            driver._active = before
+            for function, held in caches.values():
                 function.device_caches.clear()
                 function.device_caches.update(held)
-            os.environ.pop("TRITON_CACHE_DIR") if cache is None else os.environ.__setitem__("TRITON_CACHE_DIR", cache)
-    assert triton is not None
+            for kernel in found:
+                kernel.module = None  # it was never loaded, so there is nothing to unload
+
+
+@contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

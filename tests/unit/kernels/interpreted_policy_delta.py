@@ -1,4 +1,4 @@
-"""The policy-delta kernels, as Triton's interpreter runs them on the CPU, against the reference. Run by test_policy_delta_kernels.py in a
+"""The policy-delta kernels, as Triton's interpreter runs them on the CPU, against the reference. Run by test_kernels_interpreted.py in a
 process of its own: Triton is interpreted from its first import on or never."""
 
 from __future__ import annotations
