@@ -98,33 +98,45 @@ def same_state(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> 
 
 
 class Gate:
-    """Holds the engine in one step, in the middle of a slice, until it is opened; that step then ends the slice."""
+    """Holds the engine in one step, in the middle of a slice, until it is opened; that step then ends the slice. Every step that is held waits for
+    an opening of its own, so none slips through one that was meant for the step before it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.reached, self._open, self._closed = threading.Event(), threading.Event(), False
+        self._reached = threading.Event()
+        self._next: threading.Event | None = None
+        self._held: threading.Event | None = None
         real = Engine.step
 
         def step(engine: Engine) -> list[Trajectory]:
             done = real(engine)
-            if self._closed:
-                self._closed = False
-                self.reached.set()
-                assert self._open.wait(WAIT_S)
+            if (hold := self._next) is not None:
+                self._next, self._held = None, hold
+                self._reached.set()
+                assert hold.wait(WAIT_S)
                 time.sleep(0.06)  # longer than a slice
             return done
 
         monkeypatch.setattr(Engine, "step", step)
 
     def close(self) -> None:
-        self.reached.clear()
-        self._open.clear()
-        self._closed = True
+        """The next step is held."""
+        self._reached.clear()
+        self._next = threading.Event()
 
     async def entered(self) -> None:
-        assert await asyncio.to_thread(self.reached.wait, WAIT_S)
+        assert await asyncio.to_thread(self._reached.wait, WAIT_S)
 
     def open(self) -> None:
-        self._open.set()
+        for hold in (self._next, self._held):
+            if hold is not None:
+                hold.set()
+
+    def step(self) -> None:
+        """The held step goes on, and the one after it is held."""
+        assert self._held is not None
+        held = self._held
+        self.close()
+        held.set()
 
 
 @contextmanager

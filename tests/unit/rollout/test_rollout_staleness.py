@@ -140,11 +140,8 @@ async def test_at_the_bound_a_group_goes_on_and_only_older_ones_end(memory_bus: 
         await eventually(lambda: lies_ready(service, 1))
         await queue(memory_bus, [new])
         await eventually(lambda: new.group in service._hand)
-        gate.reached.clear()
-        gate._closed = True  # the next step, which is the first with the new group in it
-        gate.open()
+        gate.step()  # to the next one, which is the first with the new group in it
         await gate.entered()
-        gate._open.clear()
         await publish_version(memory_bus, blobs, RUN, 2)
         await eventually(lambda: lies_ready(service, 2))
         gate.open()
