@@ -11,9 +11,10 @@ from importlib.util import find_spec
 import torch
 
 from driftline.kernels.policy_delta import reference
-from driftline.kernels.policy_delta.spans import LONGEST_SPAN, Rounding, SpanChanges
+from driftline.kernels.policy_delta.spans import LONGEST_SPAN, Rounding, SpanChanges, checked, checked_block
 
-__all__ = ["LONGEST_SPAN", "Comparison", "Put", "Rounding", "SpanChanges", "apply_xor", "diff", "fingerprint", "has_kernels", "round_and_diff"]
+__all__ = ["LONGEST_SPAN", "Comparison", "Put", "Rounding", "SpanChanges", "Xor", "apply_xor", "diff", "fingerprint", "has_kernels", "round_and_diff",
+           "xor_blocks"]
 
 
 def has_kernels(device: torch.device) -> bool:
@@ -97,3 +98,35 @@ def fingerprint(spans: Sequence[torch.Tensor]) -> torch.Tensor:
 
         return triton.fingerprint(spans)
     return reference.fingerprint(spans)
+
+
+class Xor:
+    """Pairs of spans that are combined again and again, as a policy's tensors with the version before them. The spans must stay where they are."""
+
+    def __init__(self, base: Sequence[torch.Tensor], new: Sequence[torch.Tensor], *, block: int = 4096) -> None:
+        """Pairs of spans as `Comparison` takes them, of any one dtype of 1, 2 or 4 bytes. `block`: elements, a power of two from 256 to 65,536.
+        Raises ValueError."""
+        checked(base, new, Rounding.NONE)
+        checked_block(block)
+        self._base, self._new, self._block = tuple(base), tuple(new), block
+        self._kernel = None
+        if base and has_kernels(base[0].device):
+            from driftline.kernels.policy_delta import triton_xor
+
+            self._kernel = triton_xor.Xor(base, new, block=block)
+
+    def run(self) -> torch.Tensor:
+        """Each new span becomes base XOR new, in place; run again, it becomes new again. Returns int32 [blocks of all spans], end to end: how many
+        elements of each block differed. One launch; nothing is waited for."""
+        return reference.xor_blocks(self._base, self._new, block=self._block) if self._kernel is None else self._kernel.run()
+
+
+def xor_blocks(base: torch.Tensor, new: torch.Tensor, *, block: int = 4096) -> torch.Tensor:
+    """`new` becomes base XOR new, in place. Both contiguous, of one dtype of 1, 2 or 4 bytes an element and as many elements (fewer than 2^31), on one
+    device; `block` a power of two from 256 to 65,536. Returns int32 [ceil(elements / block)]: how many elements of each block differed, bit for
+    bit. The base and the result give `new` back by the same call. Raises ValueError."""
+    if has_kernels(base.device):
+        from driftline.kernels.policy_delta import triton_xor
+
+        return triton_xor.xor(base.detach(), new.detach(), block=block)
+    return reference.xor_blocks([base], [new], block=block)

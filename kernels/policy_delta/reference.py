@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from driftline.kernels.policy_delta.spans import BITS, Rounding, SpanChanges, checked
+from driftline.kernels.policy_delta.spans import BITS, Rounding, SpanChanges, checked, checked_block
 
-__all__ = ["apply_xor", "compare", "fingerprint", "put"]
+__all__ = ["apply_xor", "compare", "fingerprint", "put", "xor_blocks"]
 
 _LOW = 0xFFFFFFFF
 
@@ -35,6 +35,20 @@ def compare(
         torch.cat(xors) if xors else torch.empty(0, dtype=BITS[width], device=device),
         torch.tensor(starts, dtype=torch.int64, device=device), torch.tensor(counts, dtype=torch.int64, device=device),
     )
+
+
+def xor_blocks(base: Sequence[torch.Tensor], new: Sequence[torch.Tensor], *, block: int) -> torch.Tensor:
+    """`new` becomes base XOR new, bit for bit and in place. Returns int32 [blocks]: of every `block` elements of a span (the last block of a span may be
+    shorter, and none runs into the next span) how many are not zero then, the spans' blocks laid end to end."""
+    checked(base, new, Rounding.NONE)
+    checked_block(block)
+    counts = []
+    for held, value in zip(base, new, strict=True):
+        bits = _bits(value, Rounding.NONE)
+        bits ^= _bits(held, Rounding.NONE)
+        changed = bits != 0
+        counts.append(torch.cat([changed, changed.new_zeros(-changed.numel() % block)]).view(-1, block).sum(1, dtype=torch.int32))
+    return torch.cat(counts) if counts else torch.empty(0, dtype=torch.int32)
 
 
 def _rounded(value: torch.Tensor, rounding: Rounding) -> torch.Tensor:

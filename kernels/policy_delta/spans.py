@@ -12,13 +12,17 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["BITS", "LONGEST_SPAN", "Rounding", "SpanChanges", "checked"]
+__all__ = ["BITS", "BLOCKS", "LONGEST_SPAN", "Rounding", "SpanChanges", "checked", "checked_block"]
 
 LONGEST_SPAN = 2**31 - 2**16
 """Less than 2^31 by more than a block, so that the positions of a block's unused lanes do not wrap."""
 
 BITS: dict[int, torch.dtype] = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 """The integers that elements of a width are compared as."""
+
+
+BLOCKS = (256, 65_536)
+"""The smallest and the largest block that changes are counted of: two counts of the largest fit the halves of one word."""
 
 
 class Rounding(Enum):
@@ -61,6 +65,12 @@ def checked(old: Sequence[torch.Tensor], new: Sequence[torch.Tensor], rounding: 
             raise ValueError(f"rounding {rounding.value} does not take {other.dtype} to {one.dtype}")
         if one.device != old[0].device or other.device != old[0].device or one.dtype != old[0].dtype:
             raise ValueError("all spans must be on one device, and all old ones of one dtype")
+
+
+def checked_block(block: int) -> None:
+    """Raise ValueError unless changes can be counted in blocks of that many elements."""
+    if block & (block - 1) or not BLOCKS[0] <= block <= BLOCKS[1]:
+        raise ValueError(f"block is {block} elements; it must be a power of two from {BLOCKS[0]} to {BLOCKS[1]}")
 
 
 def _pairs(dtype: torch.dtype, rounding: Rounding) -> set[tuple[torch.dtype, torch.dtype]]:
