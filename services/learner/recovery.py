@@ -19,8 +19,8 @@ import torch
 from driftline.messages.bus import Bus
 from driftline.messages.errors import IntegrityError, MalformedMessage
 from driftline.messages.recording import RecordedVersion, load_batch, load_version
+from driftline.policy_store.digests import digest_state
 from driftline.policy_store.manifest import Manifest
-from driftline.policy_store.tensor import state_digest
 from driftline.services.learner.checkpoints import CheckpointFiles, Label
 from driftline.services.learner.records import batch_of
 from driftline.services.learner.trainer import Trainer
@@ -109,4 +109,4 @@ async def _recorded(version: int, head: Manifest, bus: Bus) -> RecordedVersion |
 
 
 async def _digest(trainer: Trainer) -> str:
-    return await asyncio.to_thread(lambda: state_digest(to_host(trainer.state())))
+    return await digest_state(await asyncio.to_thread(lambda: to_host(trainer.state())))

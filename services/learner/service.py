@@ -24,10 +24,11 @@ from driftline.messages.recording import store_batch, store_version
 from driftline.messages.subjects import Subjects
 from driftline.messages.types import Admitted, Graded, Outcome, OutcomeEvent, Retried, RunFinished
 from driftline.policy_store.blobs import BlobStore
+from driftline.policy_store.digests import digest_state
 from driftline.policy_store.manifest import Manifest
 from driftline.policy_store.model_files import store_files
 from driftline.policy_store.reader import PolicyReader
-from driftline.policy_store.tensor import Layout, state_digest
+from driftline.policy_store.tensor import Layout
 from driftline.policy_store.writer import PolicyWriter
 from driftline.services.config import Config
 from driftline.services.learner.assembler import Arrival, Assembler, Batch
@@ -364,7 +365,7 @@ class LearnerService:
         if self._probe is None and not due:
             return {}
         tensors = await asyncio.to_thread(trainer.state)
-        if due and (found := await asyncio.to_thread(lambda: state_digest(to_host(tensors)))) != manifest.digest:
+        if due and (found := await digest_state(await asyncio.to_thread(to_host, tensors))) != manifest.digest:
             raise IntegrityError(f"the learner's weights have digest {found}", field=f"digest of version {manifest.version}",
                                  value=manifest.digest, remedy="what changed was found wrongly on the device: do not use this run's policies")
         return tensors

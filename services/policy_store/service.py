@@ -23,6 +23,7 @@ from driftline.messages.errors import BrokerUnavailable, IntegrityError
 from driftline.policy_store.blobs import BlobStore
 from driftline.policy_store.checkpoint import keep_newest, write_checkpoint
 from driftline.policy_store.collect import Retention
+from driftline.policy_store.digests import digest_state
 from driftline.policy_store.forms import DeltaForm
 from driftline.policy_store.manifest import Manifest, PolicyHead
 from driftline.policy_store.paths import Path as PolicyPath
@@ -30,7 +31,7 @@ from driftline.policy_store.paths import full_step
 from driftline.policy_store.pins import pin
 from driftline.policy_store.reader import PolicyReader
 from driftline.policy_store.shortcuts import MAX_SPAN
-from driftline.policy_store.tensor import State, state_digest
+from driftline.policy_store.tensor import State
 from driftline.policy_store.unfold import unfold
 from driftline.policy_store.workers import shared_workers
 from driftline.services.policy_store.bypasses import Bypasses
@@ -142,7 +143,7 @@ class PolicyStoreService:
                 await self._step(await self._reader.manifest_from(head.link, version))
         else:
             self._state = await self._reader.materialise_manifest(manifest)
-        found = await asyncio.to_thread(state_digest, self._state)
+        found = await digest_state(self._state, self._workers)
         if found != head.digest:
             raise IntegrityError(f"version {head.version} is {found} when read back", field="head digest", value=head.digest,
                                  remedy="the learner and the store disagree: stop, and compare the run's manifests")

@@ -16,9 +16,10 @@ from typing import Protocol
 import structlog
 
 from driftline.messages.errors import BrokerUnavailable, IntegrityError
+from driftline.policy_store.digests import digest_state
 from driftline.policy_store.manifest import PolicyHead
 from driftline.policy_store.reader import PolicyReader, VersionCollected
-from driftline.policy_store.tensor import Bytes1D, Shard, State, state_digest
+from driftline.policy_store.tensor import Bytes1D, Shard, State
 
 __all__ = ["Follower", "Updates"]
 
@@ -128,7 +129,7 @@ class Updates:
                 log.warning("the version was collected while it was read, going on with the head", version=head.version, cause=str(error))
 
     async def _adopt(self, head: PolicyHead, state: State) -> None:
-        digest = await asyncio.to_thread(state_digest, state)
+        digest = await digest_state(state)
         if digest != head.digest:
             raise IntegrityError(f"the weights read have digest {digest}", field=f"digest of version {head.version}", value=head.digest,
                                  remedy="nothing is served from them; start the engine again")
