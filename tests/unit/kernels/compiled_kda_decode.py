@@ -1,0 +1,90 @@
+"""The KDA decode kernels compiled for Hopper at K3's shapes: 96 heads of 128, 64 rows. Run by test_kernels_interpreted.py in a process of its own."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+
+from driftline.kernels.kda_decode import triton as kernels
+from driftline.kernels.kda_decode.window import Window
+from driftline.kernels.offline import SHARED_LIMIT, CompiledKernel, compiling_for
+
+torch.set_num_threads(1)
+
+ROWS, HEADS, DIM, SLOTS = 64, 96, 128, 256
+REGISTERS = 65_536
+"""Of one multiprocessor."""
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+def rows(count: int, tokens: int) -> torch.Tensor:
+    return empty(count, tokens, HEADS, DIM)
+
+
+@cache
+def compiled(kind: str, tokens: int) -> CompiledKernel:
+    """`kind`: decode, replay or fold; tokens of the window. Exactly one kernel is launched."""
+    q, k, v, z, beta = rows(ROWS, tokens), rows(ROWS, tokens), rows(ROWS, tokens), rows(ROWS, tokens), empty(ROWS, tokens, HEADS)
+    fp32 = torch.float32
+    weights = empty(HEADS, dtype=fp32), empty(HEADS * DIM, dtype=fp32)
+    pool, slots, accepted = empty(SLOTS, HEADS, DIM, DIM, dtype=fp32), empty(ROWS, dtype=torch.int32), empty(ROWS, dtype=torch.int32)
+    window = Window(rows(SLOTS, tokens), rows(SLOTS, tokens), rows(SLOTS, tokens), empty(SLOTS, tokens, HEADS))
+    with compiling_for(90) as found:
+        if kind == "decode":
+            kernels.kda_decode(q[:, 0], k[:, 0], v[:, 0], z[:, 0], beta[:, 0], *weights, pool, slots, -5.0)
+        elif kind == "replay":
+            kernels.replay_decode(q, k, v, z, beta, *weights, pool, slots, window, accepted, -5.0)
+        else:
+            kernels.fold(*weights, pool, slots, window, accepted, -5.0)
+    (kernel,) = found
+    return kernel
+
+
+@cache
+def machine_code(kind: str, tokens: int) -> str:
+    return compiled(kind, tokens).sass()
+
+
+CASES = [("decode", 1), ("replay", 4), ("replay", 8), ("replay", 16), ("fold", 4)]
+
+
+@pytest.mark.parametrize(("kind", "tokens"), CASES)
+def test_three_programs_fit_a_multiprocessor_and_next_to_nothing_is_spilled(kind: str, tokens: int) -> None:
+    """Three, so that one loads while two compute: the state is 128 of a thread's registers. The cap costs a few addresses in local memory."""
+    kernel = compiled(kind, tokens)
+    assert kernel.warps == 4
+    assert kernel.registers * kernel.warps * 32 * 3 <= REGISTERS
+    assert kernel.stack <= (160 if tokens == 16 else 64)
+    assert kernel.shared * 3 <= SHARED_LIMIT or tokens > 8
+    assert kernel.shared * 2 <= SHARED_LIMIT
+
+
+@pytest.mark.parametrize(("kind", "tokens"), CASES)
+def test_a_state_is_read_once_and_written_once_in_accesses_of_16_bytes(kind: str, tokens: int) -> None:
+    """A thread has 128 of the state's 16,384 elements: 32 accesses each way, and one load of dt_bias."""
+    sass = machine_code(kind, tokens)
+    assert sass.count("LDG.E.128") == 33
+    assert sass.count("STG.E.128") == 32
+    assert "LDG.E.64" in sass
+
+
+@pytest.mark.parametrize(("kind", "tokens"), CASES)
+def test_the_step_is_multiply_adds_that_were_asked_for(kind: str, tokens: int) -> None:
+    """A thread's 128 elements: 112 of the dot product and 128 of the update for folding, 112 more for the output. No atomics, and with contraction off
+    the compiler's own choice is in no bit: every other product and sum in the PTX is rounded by itself."""
+    sass = machine_code(kind, tokens)
+    assert sass.count(" FFMA ") >= {"decode": 352, "fold": 240, "replay": 592}[kind]
+    assert " RED" not in sass
+    assert " ATOM" not in sass
+    lines = [line.split()[0] for line in compiled(kind, tokens).ptx.splitlines() if line.strip().startswith(("mul.f32", "add.f32", "sub.f32"))]
+    assert not lines, "a product or sum that the assembler may contract"
+
+
+@pytest.mark.parametrize(("kind", "tokens"), CASES)
+def test_no_warp_waits_for_another_but_once(kind: str, tokens: int) -> None:
+    assert machine_code(kind, tokens).count("BAR.SYNC") == 1

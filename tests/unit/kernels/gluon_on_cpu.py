@@ -1,0 +1,141 @@
+# mypy: disable-error-code="no-untyped-call,var-annotated"
+"""Run a Gluon kernel's own Python source on CPU tensors, program after program: Triton's interpreter knows no Gluon.
+
+What the layouts are does not matter here (compiling checks them). What is checked on top of values: every address lies in its tensor, and shared memory
+is read only after a barrier that follows its writing (unwritten shared memory is NaN).
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from triton.experimental.gluon import language as real
+from triton.runtime.jit import JITFunction
+
+__all__ = ["launcher"]
+
+
+class Pointer:
+    """A place, or a tensor of places, in the storage of a tensor."""
+
+    def __init__(self, tensor: torch.Tensor, offset: Any = 0) -> None:
+        self.tensor, self.offset = tensor, torch.as_tensor(offset, dtype=torch.int64)
+        self.dtype = types.SimpleNamespace(element_ty=tensor.dtype)
+
+    def __add__(self, other: Any) -> Pointer:
+        return Pointer(self.tensor, self.offset + other)
+
+    def cells(self, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The storage flat, the offsets and the mask broadcast; every live offset lies inside."""
+        flat = torch.empty(0, dtype=self.tensor.dtype).set_(self.tensor.untyped_storage())
+        at = self.offset + self.tensor.storage_offset()
+        at, live = torch.broadcast_tensors(at, torch.ones((), dtype=torch.bool) if mask is None else mask)
+        inside = (at >= 0) & (at < flat.numel())
+        assert bool((inside | ~live).all()), "an address outside its tensor"
+        return flat, at, live
+
+
+class Shared:
+    def __init__(self, cells: torch.Tensor, state: dict[str, bool]) -> None:
+        self.cells, self.state = cells, state
+
+    def store(self, value: torch.Tensor) -> None:
+        assert value.shape == self.cells.shape
+        self.cells.copy_(value)
+        self.state["settled"] = False
+
+    def load(self, layout: object) -> torch.Tensor:
+        assert self.state["settled"], "shared memory is read with no barrier after it was written"
+        return self.cells.clone()
+
+    def slice(self, start: int, length: int) -> Shared:
+        return Shared(self.cells[start : start + length], self.state)
+
+    def index(self, i: int) -> Shared:
+        return Shared(self.cells[i], self.state)
+
+
+class Language:
+    """The part of `triton.experimental.gluon.language` that our kernels use."""
+
+    float32, int64, int32 = torch.float32, torch.int64, torch.int32
+    constexpr = staticmethod(lambda x: x)
+    static_range = staticmethod(range)
+    SliceLayout = staticmethod(lambda *args: None)
+    exp2, sqrt, rsqrt = staticmethod(torch.exp2), staticmethod(torch.sqrt), staticmethod(torch.rsqrt)
+    broadcast = staticmethod(torch.broadcast_tensors)
+
+    def __init__(self) -> None:
+        self.program: tuple[int, ...] = ()
+        self.tiles: list[Shared] = []
+
+    def program_id(self, axis: int) -> torch.Tensor:
+        return torch.tensor(self.program[axis], dtype=torch.int32)
+
+    def arange(self, start: int, stop: int, layout: object) -> torch.Tensor:
+        return torch.arange(start, stop, dtype=torch.int32)
+
+    def zeros(self, shape: list[int], dtype: torch.dtype, layout: object) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype)
+
+    def load(self, at: Pointer, mask: torch.Tensor | None = None, other: float = 0.0) -> torch.Tensor:
+        flat, offsets, live = at.cells(mask)
+        return torch.where(live, flat[torch.where(live, offsets, 0)], torch.tensor(other, dtype=flat.dtype))
+
+    def store(self, at: Pointer, value: torch.Tensor, mask: torch.Tensor | None = None) -> None:
+        flat, offsets, live = at.cells(mask)
+        assert value.dtype == flat.dtype, "a store that converts"
+        value, offsets, live = torch.broadcast_tensors(value, offsets, live)
+        flat[offsets[live]] = value[live]
+
+    def sum(self, x: torch.Tensor, axis: int) -> torch.Tensor:
+        return x.sum(axis)
+
+    def fma(self, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+        assert a.shape == b.shape == c.shape
+        return (a.double() * b.double() + c.double()).float()
+
+    def minimum(self, a: Any, b: Any) -> torch.Tensor:
+        return torch.minimum(torch.as_tensor(a), torch.as_tensor(b))
+
+    def maximum(self, a: Any, b: Any) -> torch.Tensor:
+        return torch.maximum(torch.as_tensor(a), torch.as_tensor(b))
+
+    def allocate_shared_memory(self, dtype: torch.dtype, shape: list[int], layout: object) -> Shared:
+        self.tiles.append(Shared(torch.full(shape, torch.nan, dtype=dtype), {"settled": False}))
+        return self.tiles[-1]
+
+    def barrier(self) -> None:
+        for tile in self.tiles:
+            tile.state["settled"] = True
+
+
+def launcher(kernel: JITFunction[Any], module: types.ModuleType, names: dict[str, Callable[[Language], Any]]) -> Any:
+    """What stands in for a kernel: `launcher(...)[grid](*args, **options)`. `names`: what of the module's globals stands for what."""
+    language = Language()
+    space: dict[str, Any] = {}
+    for name, value in vars(module).items():
+        if isinstance(value, JITFunction):
+            space[name] = types.FunctionType(value.fn.__code__, space, name, value.fn.__defaults__)
+        else:
+            space[name] = value.value if isinstance(value, real.constexpr) else value
+    space["gl"] = language
+    space.update({name: choose(language) for name, choose in names.items()})
+    function = space[kernel.fn.__name__]
+
+    def run(grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+        given = [Pointer(a) if isinstance(a, torch.Tensor) else a for a in args]
+        options = {name: value for name, value in options.items() if name not in ("num_warps", "maxnreg", "enable_fp_fusion")}
+        for y in range(grid[1] if len(grid) > 1 else 1):
+            for x in range(grid[0]):
+                language.program, language.tiles = (x, y), []
+                function(*given, **options)
+
+    class Launcher:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            return lambda *args, **options: run(grid, *args, **options)
+
+    return Launcher()
