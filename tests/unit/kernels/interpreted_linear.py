@@ -1,12 +1,13 @@
 """The product's kernels, as Triton's interpreter runs them on the CPU, against float64. Run by test_kernels_interpreted.py in a process of its own.
 
-Operands of two bytes are fp16 here: the interpreter multiplies the bits of bfloat16 as integers, and cuts where it should round to it. The path is the same."""
+Results of two bytes are fp16 here, because the interpreter cuts where it should round to bfloat16; operands are both."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from dense_cases import dot_in_order
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from driftline.kernels.linear.autograd import Linear
@@ -14,6 +15,8 @@ from driftline.kernels.linear.tiles import HALF, Tile
 from driftline.kernels.linear.triton import matmul
 
 torch.set_num_threads(1)
+__all__ = ["dot_in_order"]
+pytestmark = pytest.mark.usefixtures("dot_in_order")
 SMALL = Tile(16, 32, 16, warps=4, stages=2)
 
 
@@ -25,7 +28,7 @@ def poisoned(rows: int, columns: int, dtype: torch.dtype = torch.float16) -> tor
     return torch.full((rows, columns), float("nan"), dtype=dtype)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rows=st.integers(1, 70), columns=st.integers(1, 70), depth=st.integers(1, 70), a_rows=st.booleans(), b_rows=st.booleans(), seed=st.integers(0, 99))
 def test_any_shape_of_either_layout_is_the_product(rows: int, columns: int, depth: int, a_rows: bool, b_rows: bool, seed: int) -> None:
     a, b = drawn(rows, depth, seed=seed), drawn(columns, depth, seed=seed + 1)
@@ -34,11 +37,11 @@ def test_any_shape_of_either_layout_is_the_product(rows: int, columns: int, dept
     torch.testing.assert_close(out, (a.double() @ b.double().t()).float(), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_the_result_is_rounded_once(dtype: torch.dtype) -> None:
     a, b = drawn(20, 40, dtype=dtype), drawn(24, 40, dtype=dtype, seed=1)
     wide = matmul(a, b, poisoned(20, 24, torch.float32), tile=SMALL)
-    for out in (dtype, torch.float16):
+    for out in (torch.float32, torch.float16):
         assert torch.equal(matmul(a, b, poisoned(20, 24, out), tile=SMALL), wide.to(out))
     bound = 40 * 2**-24 * (a.double().abs() @ b.double().abs().t())
     assert bool(((wide.double() - a.double() @ b.double().t()).abs() <= bound).all()), "fp32 operands must not be cut short"
@@ -54,11 +57,18 @@ def test_a_sum_in_pieces_is_the_sum_bit_for_bit(pieces: list[int]) -> None:
     assert torch.equal(parts, whole)
 
 
-@pytest.mark.parametrize("tile", HALF, ids=str)
-def test_the_pinned_tiles_agree_at_their_edges(tile: Tile) -> None:
-    a, b = drawn(tile.rows + 3, 72), drawn(tile.columns + 8, 72, seed=1)
-    out = matmul(a, b, poisoned(a.shape[0], b.shape[0], torch.float32), tile=tile)
-    torch.testing.assert_close(out, (a.double() @ b.double().t()).float(), rtol=1e-5, atol=1e-5)
+def test_the_pinned_tiles_give_the_same_bits_at_any_edge() -> None:
+    a, b = drawn(131, 72, dtype=torch.bfloat16), drawn(264, 72, dtype=torch.bfloat16, seed=1)
+    outs = [matmul(a, b, poisoned(131, 264, torch.float32), tile=tile) for tile in HALF]
+    assert all(torch.equal(out, outs[0]) for out in outs)
+    torch.testing.assert_close(outs[0], (a.double() @ b.double().t()).float(), rtol=1e-5, atol=1e-5)
+
+
+def test_a_row_has_the_same_bits_alone_in_any_batch_and_anywhere_in_it() -> None:
+    a, b = drawn(70, 72), drawn(40, 72, seed=1)
+    whole = matmul(a, b, poisoned(70, 40))
+    for rows in (slice(0, 1), slice(5, 7), slice(3, 67), slice(69, 70)):
+        assert torch.equal(matmul(a[rows], b, poisoned(rows.stop - rows.start, 40)), whole[rows])
 
 
 def test_rows_that_the_copy_engine_cannot_take_are_copied() -> None:
