@@ -1,0 +1,137 @@
+# mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,untyped-decorator"
+"""KDA's backward as four launches a group of heads: prepare (a chunk each), scan (both ways), gradients (a chunk each), fold (the sums over tokens).
+
+Everything is recomputed from the raw inputs; nothing is read of what a forward may have kept. The workspace is 2,320 bytes a token and head of the
+group, the groups being as few as keep it under WORKSPACE_BYTES; which heads share a group changes no bit. Every sum has one fixed order, there are
+no atomics, and a sequence's gradients do not depend on its neighbours, except dA_log and ddt_bias, which sum over all tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from driftline.kernels.kda.triton_backward_decay import BLOCK, CHUNK, WIDTH
+from driftline.kernels.kda.triton_backward_gradients import fold, gradients
+from driftline.kernels.kda.triton_backward_prepare import prepare
+from driftline.kernels.kda.triton_backward_scan import scan
+
+__all__ = ["PINNED", "WORKSPACE_BYTES", "Config", "Gradients", "backward", "heads_at_once", "workspace_bytes"]
+
+WORKSPACE_BYTES = 16 * 2**30
+"""Of a call's scratch, at most (one head's need, if that is more)."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """wide: channels of a key that one step of prepare and gradients takes. values: value channels of a scan's program (64 or 128)."""
+
+    prepare_warps: int = 4
+    prepare_wide: int = 32
+    scan_warps: int = 4
+    scan_values: int = 64
+    scan_stages: int = 2
+    gradients_warps: int = 4
+    gradients_wide: int = 32
+    gradients_values: int = 64
+
+
+PINNED = Config()
+
+
+class Gradients(NamedTuple):
+    """Of q, k, v, z, beta in their dtypes; of A_log [H], dt_bias [H K] and the initial state [N, H, K, V] in fp32."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    z: torch.Tensor
+    beta: torch.Tensor
+    a_log: torch.Tensor
+    dt_bias: torch.Tensor
+    initial_state: torch.Tensor
+
+
+class _Chunks(NamedTuple):
+    """slots: room for chunks, an upper bound where only the device knows the lengths. owner int32 [slots]: the sequence, -1 for none; first int32
+    [sequences]: its first chunk."""
+
+    slots: int
+    each: int
+    owner: torch.Tensor
+    first: torch.Tensor
+    bounds: torch.Tensor
+
+
+def workspace_bytes(chunks: int, heads: int) -> int:
+    """w, u, qbar, ktail [64, 128] and T, Aqk [64, 64] in bf16; S, dS [128, 128] in bf16; the decay, and the shares of dt_bias and A_log, in fp32."""
+    return chunks * heads * (2 * (4 * CHUNK * WIDTH + 2 * CHUNK * CHUNK + 2 * WIDTH * WIDTH) + 4 * (2 * WIDTH + 1))
+
+
+def heads_at_once(chunks: int, heads: int, limit: int = WORKSPACE_BYTES) -> int:
+    """Heads of a group: groups of nearly equal size, as few as fit."""
+    most = max(1, limit // workspace_bytes(chunks, 1))
+    groups = -(-heads // most)
+    return -(-heads // groups)
+
+
+def _chunks(batch: int, steps: int, bounds: torch.Tensor | None, device: torch.device) -> _Chunks:
+    if bounds is None:
+        each = -(-steps // CHUNK)
+        none = torch.empty(0, dtype=torch.int32, device=device)
+        return _Chunks(batch * each, each, none, none, none)
+    sequences = bounds.numel() - 1
+    slots = steps // CHUNK + sequences
+    ends = torch.cumsum((bounds[1:] - bounds[:-1] + CHUNK - 1) // CHUNK, 0)
+    owner = torch.searchsorted(ends, torch.arange(slots, device=device, dtype=ends.dtype), right=True)
+    owner = torch.where(owner < sequences, owner, -1).to(torch.int32)
+    first = torch.cat([ends.new_zeros(1), ends[:-1]]).to(torch.int32)
+    return _Chunks(slots, 0, owner, first, bounds)
+
+
+def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, z: torch.Tensor, beta: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor,
+             lower_bound: float, initial_state: torch.Tensor | None, cu_seqlens: torch.Tensor | None, do: torch.Tensor,
+             dfinal_state: torch.Tensor | None, config: Config = PINNED, limit: int = WORKSPACE_BYTES) -> Gradients:
+    """Arguments as `kda_backward` has checked them: contiguous, K = V = 128."""
+    batch, steps, heads, _ = q.shape
+    device = q.device
+    chunks = _chunks(batch, steps, cu_seqlens, device)
+    sequences = batch if cu_seqlens is None else cu_seqlens.numel() - 1
+    at_once = heads_at_once(max(chunks.slots, 1), heads, limit)
+    dq, dk, dv, dz, dbeta = (torch.empty_like(x) for x in (q, k, v, z, beta))
+    da_log = torch.empty(heads, dtype=torch.float32, device=device)
+    ddt_bias = torch.empty(heads * WIDTH, dtype=torch.float32, device=device)
+    dinitial = torch.empty(sequences, heads, WIDTH, WIDTH, dtype=torch.float32, device=device)
+    place = (chunks.owner, chunks.first, chunks.bounds)
+    varlen = cu_seqlens is not None
+    shape = {"VARLEN": varlen, "CHUNK": CHUNK, "WIDTH": WIDTH}
+
+    def tiles(rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(chunks.slots, at_once, rows, columns, dtype=dtype, device=device)
+
+    w, u, qbar, ktail = (tiles(CHUNK, WIDTH) for _ in range(4))
+    t, p = tiles(CHUNK, CHUNK), tiles(CHUNK, CHUNK)
+    decay, dbias = tiles(1, WIDTH, torch.float32), tiles(1, WIDTH, torch.float32)
+    share = tiles(1, 1, torch.float32)
+    states, dstates = tiles(WIDTH, WIDTH), tiles(WIDTH, WIDTH)
+    for head0 in range(0, heads, at_once):
+        group = min(at_once, heads - head0)
+        sizes = (steps, chunks.each, heads, head0, group)
+        if chunks.slots:
+            prepare[(chunks.slots, group)](
+                q, k, v, z, beta, a_log, dt_bias, *place, w, u, qbar, ktail, t, p, decay, *sizes, lower_bound,
+                **shape, BLOCK=BLOCK, WIDE=config.prepare_wide, num_warps=config.prepare_warps, num_stages=1)
+        if sequences:
+            scan[(2 * WIDTH // config.scan_values, group, sequences)](
+                w, u, qbar, ktail, decay, do, initial_state if initial_state is not None else decay, dfinal_state if dfinal_state is not None else decay,
+                states, dstates, dinitial, *place[1:], *sizes, **shape, INITIAL=initial_state is not None, DFINAL=dfinal_state is not None,
+                BV=config.scan_values, STAGES=config.scan_stages, num_warps=config.scan_warps)
+        if chunks.slots:
+            gradients[(chunks.slots, group)](
+                q, k, z, beta, a_log, dt_bias, do, *place, u, w, qbar, ktail, t, p, decay, states, dstates, dq, dk, dv, dz, dbeta, dbias, share, *sizes,
+                lower_bound, **shape, BLOCK=BLOCK, WIDE=config.gradients_wide, BV=config.gradients_values, num_warps=config.gradients_warps, num_stages=1)
+        fold[(group,)](dbias, ddt_bias, chunks.slots, group, head0, WIDE=WIDTH, ROWS=16, num_warps=4)
+        fold[(group,)](share, da_log, chunks.slots, group, head0, WIDE=1, ROWS=1024, num_warps=4)
+    return Gradients(dq, dk, dv, dz, dbeta, da_log, ddt_bias, dinitial)

@@ -1,0 +1,137 @@
+# mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,untyped-decorator"
+"""What the two scans and the gradients need of a chunk and the state does not enter: the triangular inverse and its products.
+
+    Akk = beta_i k_i.k_j e^(G_i - G_j), i > j        Aqk = scale q_i.k_j e^(G_i - G_j), i >= j        T = (I + Akk)^-1
+    w = T (beta k e^G)        u = T (beta v)        qbar = scale q e^G - Aqk w        ktail = k e^(G_64 - G)
+
+so that the scans are `V' = u - w S; S <- e^(G_64) S + ktail^T V'` and `dS <- e^(G_64) dS + qbar^T do - w^T (ktail dS)`.
+
+T is exact algebra throughout, whatever the keys: substitution in fp32 inside each block of 16, then two merges of halves, `T - T A T` with A the
+off-diagonal block; their products, and those of Akk, are in bfloat16 split in two (three products, 2^-16).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from driftline.kernels.kda.triton_backward_decay import (
+    SHIFT,
+    add_dot,
+    columns,
+    decays,
+    dot,
+    gates,
+    length,
+    narrow,
+    place,
+    rows,
+    sigmoid,
+)
+
+__all__ = ["prepare"]
+
+
+@triton.jit
+def _split(x):
+    high = narrow(x)
+    return high, narrow(x - high.to(tl.float32))
+
+
+@triton.jit
+def _product(a, b):
+    """a @ b of fp32, to 2^-16."""
+    a_high, a_low = _split(a)
+    b_high, b_low = _split(b)
+    return add_dot(a_high, b_high, add_dot(a_high, b_low, dot(a_low, b_high)))
+
+
+@triton.jit
+def _invert_blocks(a, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    """(I + a)^-1 of the diagonal blocks of 16 of a strictly lower [64, 64], by substitution in fp32; zero elsewhere."""
+    N: tl.constexpr = CHUNK // BLOCK
+    same = tl.arange(0, N)[:, None, None, None] == tl.arange(0, N)[None, None, :, None]
+    mine = -tl.sum(tl.where(same, tl.reshape(a, [N, BLOCK, N, BLOCK]), 0.0), axis=2)
+    turned = tl.trans(mine, 0, 2, 1)
+    row = tl.arange(0, BLOCK)[None, :, None]
+    column = tl.arange(0, BLOCK)[None, None, :]
+    inverse = mine
+    for i in range(2, BLOCK):
+        weight = tl.sum(tl.where(column == i, turned, 0.0), axis=2)
+        found = tl.sum(tl.where(row == i, mine, 0.0) + weight[:, :, None] * inverse, axis=1)
+        inverse = tl.where(row == i, found[:, None, :], inverse)
+    inverse = inverse + tl.where(row == column, 1.0, 0.0)
+    return tl.reshape(tl.where(same, inverse[:, :, None, :], 0.0), [CHUNK, CHUNK])
+
+
+@triton.jit
+def prepare(q, k, v, z, beta, a_log, dt_bias, owner, first, bounds, w_out, u_out, qbar_out, ktail_out, t_out, p_out, decay_out, steps, chunks_each, heads,
+            head0, group, lower_bound, VARLEN: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr):
+    """One chunk of one head a program. Outputs bf16 [chunks, group, 64, 128] (t, p: [.., 64, 64]), decay fp32 [chunks, group, 128]; zero rows where no token is."""
+    chunk = tl.program_id(0)
+    head = head0 + tl.program_id(1)
+    begin, valid = place(chunk, steps, chunks_each, owner, first, bounds, VARLEN, CHUNK)
+    if valid <= 0:
+        return
+    N: tl.constexpr = CHUNK // BLOCK
+    row = tl.arange(0, CHUNK)
+    i = row[:, None]
+    j = row[None, :]
+    tile = chunk.to(tl.int64) * group + tl.program_id(1)
+    speed = tl.exp(tl.load(a_log + head).to(tl.float32))
+    bound = lower_bound * 1.4426950408889634
+    k_scale = length(k, begin, valid, head, heads, CHUNK, WIDTH)
+    q_scale = length(q, begin, valid, head, heads, CHUNK, WIDTH) * (WIDTH ** -0.5)
+    strength = sigmoid(tl.load(beta + (begin + row) * heads + head, mask=row < valid, other=0.0).to(tl.float32))
+    strength = tl.where(row < valid, strength, 0.0)
+
+    pairs = tl.zeros([CHUNK, CHUNK], tl.float32)
+    scores = tl.zeros([CHUNK, CHUNK], tl.float32)
+    for channel in range(0, WIDTH, WIDE):
+        gate = bound * sigmoid(gates(z, dt_bias, speed, begin, valid, head, heads, channel, WIDE, CHUNK, WIDTH))
+        local, total, before, after = decays(tl.where(i < valid, gate, 0.0), WIDE, CHUNK, BLOCK)
+        keys = tl.reshape(rows(k, begin, valid, head, heads, channel, WIDE, CHUNK, WIDTH).to(tl.float32) * k_scale[:, None], [N, BLOCK, WIDE])
+        queries = tl.reshape(rows(q, begin, valid, head, heads, channel, WIDE, CHUNK, WIDTH).to(tl.float32) * q_scale[:, None], [N, BLOCK, WIDE])
+        rise = tl.exp2(local + SHIFT)
+        k_rise = keys * rise
+        q_rise = queries * rise
+        tail = keys * tl.exp2(total[:, None, :] - local - SHIFT)
+        back = keys * tl.exp2(-local - SHIFT)
+        lane = channel + tl.arange(0, WIDE)
+        at = tile * CHUNK * WIDTH + i * WIDTH + lane[None, :]
+        start = tl.exp2(before - SHIFT)[:, None, :]
+        tl.store(w_out + at, narrow(tl.reshape(k_rise * start, [CHUNK, WIDE]) * strength[:, None]))
+        tl.store(qbar_out + at, narrow(tl.reshape(q_rise * start, [CHUNK, WIDE])))
+        tl.store(ktail_out + at, narrow(tl.reshape(tail * tl.exp2(after + SHIFT)[:, None, :], [CHUNK, WIDE])))
+        tl.store(decay_out + tile * WIDTH + lane, tl.exp2(tl.sum(total, axis=0)))
+        k_row = narrow(tl.reshape(k_rise, [CHUNK, WIDE]))
+        q_row = narrow(tl.reshape(q_rise, [CHUNK, WIDE]))
+        for block in tl.static_range(N):
+            column = tl.trans(columns(tail, back, total, before, block, WIDE, CHUNK, BLOCK))
+            mine = i // BLOCK == block
+            pairs = add_dot(tl.where(mine, k_row, 0.0), column, pairs)
+            scores = add_dot(tl.where(mine, q_row, 0.0), column, scores)
+    pairs = tl.where(i > j, pairs * strength[:, None], 0.0)
+    scores = narrow(tl.where(i >= j, scores, 0.0))
+    small = tile * CHUNK * CHUNK + i * CHUNK + j
+    tl.store(p_out + small, scores)
+
+    neighbour = (i // BLOCK == j // BLOCK + 1) & (j // BLOCK % 2 == 0)
+    far = (i >= CHUNK // 2) & (j < CHUNK // 2)
+    inverse = _invert_blocks(tl.where(i // BLOCK == j // BLOCK, pairs, 0.0), CHUNK, BLOCK)
+    inverse = inverse - _product(_product(inverse, tl.where(neighbour, pairs, 0.0)), inverse)
+    inverse = inverse - _product(_product(inverse, tl.where(far, pairs, 0.0)), inverse)
+    tl.store(t_out + small, narrow(inverse))
+    tl.debug_barrier()
+
+    for channel in range(0, WIDTH, WIDE):
+        lane = channel + tl.arange(0, WIDE)
+        at = tile * CHUNK * WIDTH + i * WIDTH + lane[None, :]
+        t = tl.load(t_out + small)
+        w = narrow(dot(t, tl.load(w_out + at)))
+        values = rows(v, begin, valid, head, heads, channel, WIDE, CHUNK, WIDTH).to(tl.float32) * strength[:, None]
+        u = dot(t, narrow(values))
+        qbar = tl.load(qbar_out + at).to(tl.float32) - dot(tl.load(p_out + small), w)
+        tl.store(w_out + at, w)
+        tl.store(u_out + at, narrow(u))
+        tl.store(qbar_out + at, narrow(qbar))
