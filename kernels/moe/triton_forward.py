@@ -1,0 +1,359 @@
+# mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,untyped-decorator"
+"""The expert MLP as Triton kernels: weights are the matrix unit's first operand, read once a tile of tokens and decoded on their way to it.
+
+out^T = W x^T: the rows of a tile are features and its columns tokens, so one decoded weight serves every token of the tile, and goes from registers into the
+matrix unit with no stop in shared memory. A tile has BLOCK tokens or, at an expert's end, the least width of its kind that holds what is left; widths above
+128 are two products with the same weights. The two matrices of the first product share the tokens and end in SiTU-GLU, rounded as the second product reads it.
+
+A row's bits do not depend on where it lies, nor on the width of its tile: K is summed by the matrix unit in one order, 128 at a time, for every width and
+for every number of features a tile has; FP8 sums go to fp32 after each 128. No atomics; the sum over a token's experts is taken in the order of its slots.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from driftline.kernels.moe.activations import Activations
+from driftline.kernels.moe.grouped import Form, Grouping, Product
+from driftline.kernels.moe.plan import Plan
+from driftline.kernels.mxfp4.triton import INTERPRETED, bfloat16_chunk, bfloat16_words, fp8_tile, memory_rows
+from driftline.kernels.mxfp4.weights import ExpertWeight, Fp8Weight, Mxfp4Weight
+from driftline.kernels.situ_glu.triton import situ
+
+__all__ = ["combine", "down", "prepare", "up"]
+
+BFLOAT16, MXFP4, FP8 = (tl.constexpr(form.value) for form in Form)
+SAME, ROUND_32, ROUND_128 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+_ROUNDINGS = {Activations.SAME: 0, Activations.FP8_32: 1, Activations.FP8_128: 2}
+_PREPARE_ROWS, _PREPARE_WARPS = 16, 4
+_COMBINE_COLUMNS, _COMBINE_WARPS = 512, 2
+
+
+@triton.jit
+def _tile(w, s, at, at_scale, kb, FORM: tl.constexpr, WARPS: tl.constexpr):
+    """Stretch kb of 128 of K, not from MXFP4 to bfloat16: the tile [BM, 128] and, where sums are scaled, its rows' factors [BM]. Offsets stay 32 bits wide
+    everywhere, for registers are short."""
+    if FORM == MXFP4:
+        tile, factor = fp8_tile(tl.load(w + (at + kb * 64)), tl.load(s + (at_scale + kb)), WARPS)
+    else:
+        tile = tl.load(w + (at + kb * 128))
+        if FORM == FP8:
+            factor = tl.load(s + (at_scale + kb))
+        else:
+            factor = kb
+    return tile, factor
+
+
+@triton.jit
+def _add(total, tile, x):
+    """total [BM, N] plus tile [BM, K'] times x [K', N]."""
+    if INTERPRETED:
+        tile = tile.to(tl.float32)
+        x = x.to(tl.float32)
+    return tl.dot(tile, x, total)
+
+
+@triton.jit
+def _add_scaled(total, tile, x, factor, x_factor):
+    """The same over 128 of K in E4M3, whose sum is scaled by its row's and its column's factor before it joins the total in fp32."""
+    if INTERPRETED:
+        tile = tile.to(tl.float32)
+        x = x.to(tl.float32)
+    return total + tl.dot(tile, x) * (factor[:, None] * x_factor[None, :])
+
+
+@triton.jit
+def _matrix(w, s, expert, K: tl.constexpr, F: tl.constexpr, UNITS: tl.constexpr):
+    """An expert's weights and their scales. UNITS: what 128 of K are in memory: 16 words, 64 bytes or 128 numbers."""
+    row = expert.to(tl.int64) * F
+    return w + row * (K // 128 * UNITS), s + row * (K // 128)
+
+
+@triton.jit
+def _place(feature0, BM: tl.constexpr, FORM: tl.constexpr, ROUNDING: tl.constexpr):
+    """Where the columns of `_ordered` lie in a row of the second product's input."""
+    c = tl.arange(0, BM)
+    if FORM == MXFP4 and ROUNDING != ROUND_128 and BM < 128:
+        Q: tl.constexpr = BM // 32
+        q0 = (feature0 % 128) // 32
+        return feature0 // 128 * 128 + c // (8 * Q) * 32 + (c // (2 * Q)) % 4 * 8 + q0 * 2 + c % (2 * Q)
+    return feature0 + c
+
+
+@triton.jit
+def _ordered(tile, FORM: tl.constexpr, ROUNDING: tl.constexpr):
+    """[N, C] whose columns are features in order, to the order in which the weights of the next product come out of their words."""
+    N: tl.constexpr = tile.shape[0]
+    C: tl.constexpr = tile.shape[1]
+    if FORM == MXFP4:
+        if ROUNDING == ROUND_128:
+            return tl.reshape(tl.permute(tl.reshape(tile, (N, C // 128, 4, 4, 2, 4)), (0, 1, 4, 3, 2, 5)), (N, C))
+        Q: tl.constexpr = min(C, 128) // 32
+        return tl.reshape(tl.permute(tl.reshape(tile, (N, C // (32 * Q), Q, 4, 2, 4)), (0, 1, 5, 3, 2, 4)), (N, C))
+    return tile
+
+
+@triton.jit
+def _mxfp8(groups):
+    """[G, 32, N] fp32, rounded to E4M3 times a power of two a group, as `activations.round_to_mxfp8`."""
+    bits = tl.max(tl.abs(groups), axis=1).to(tl.int32, bitcast=True)
+    power = tl.maximum((bits >> 23) + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32) - 8, 27)
+    up = (power << 23).to(tl.float32, bitcast=True)
+    down = ((254 - power) << 23).to(tl.float32, bitcast=True)
+    return (groups * down[:, None, :]).to(tl.float8e4nv).to(tl.float32) * up[:, None, :]
+
+
+@triton.jit
+def _factors(largest):
+    """(what values are multiplied by, what they are stored with) for E4M3 with an fp32 scale, as `activations.quantise`."""
+    largest = tl.maximum(largest, 1e-30)
+    return tl.div_rn(tl.full(largest.shape, 448.0, tl.float32), largest), tl.div_rn(largest, tl.full(largest.shape, 448.0, tl.float32))
+
+
+@triton.jit
+def _finish(g, u, h, hs, feature0, start, count, rows, beta, linear_beta, over_beta, over_linear_beta, F: tl.constexpr, FORM: tl.constexpr,
+            ROUNDING: tl.constexpr, WARPS: tl.constexpr):
+    """SiTU-GLU of g, u [BM, N] and its rounding, to rows start.. of h."""
+    BM: tl.constexpr = g.shape[0]
+    N: tl.constexpr = g.shape[1]
+    value = situ(g, u, beta, linear_beta, over_beta, over_linear_beta)
+    if FORM == MXFP4:
+        value = memory_rows(value, WARPS)
+    row = tl.arange(0, N)
+    if ROUNDING == ROUND_32:
+        value = tl.reshape(_mxfp8(tl.reshape(value, (BM // 32, 32, N))), (BM, N))
+    elif ROUNDING == ROUND_128:
+        times, factor = _factors(tl.max(tl.abs(value), axis=0))
+        value = value * times[None, :]
+        tl.store(hs + feature0 // 128 * rows + start + row, factor, mask=row < count)
+    out = _ordered(tl.trans(value), FORM, ROUNDING).to(h.dtype.element_ty)
+    at = (start + row)[:, None] * F + _place(feature0, BM, FORM, ROUNDING)[None, :]
+    tl.store(h + at, out, mask=(row < count)[:, None])
+
+
+@triton.jit
+def _up_tile(x, xs, w1, s1, w3, s3, pairs, h, hs, expert, feature0, start, count, tokens, rows, beta, linear_beta, over_beta, over_linear_beta,
+             TOP_K: tl.constexpr, K: tl.constexpr, F: tl.constexpr, BM: tl.constexpr, N0: tl.constexpr, N1: tl.constexpr, UNITS: tl.constexpr,
+             FORM: tl.constexpr, ROUNDING: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr):
+    w1, s1 = _matrix(w1, s1, expert, K, F, UNITS)
+    w3, s3 = _matrix(w3, s3, expert, K, F, UNITS)
+    at_scale = (feature0 + tl.arange(0, BM)) * (K // 128)
+    at = at_scale[:, None] * UNITS + tl.arange(0, UNITS)[None, :]
+    k = tl.arange(0, 32 if FORM == MXFP4 and ROUNDING != ROUND_128 else 128)
+    t0 = tl.arange(0, N0)
+    row0 = tl.load(pairs + start + t0, mask=t0 < count, other=0) // TOP_K
+    at0 = row0[None, :] * K + k[:, None]
+    g0 = tl.zeros((BM, N0), tl.float32)
+    u0 = tl.zeros((BM, N0), tl.float32)
+    if N1 > 0:
+        t1 = N0 + tl.arange(0, N1)
+        row1 = tl.load(pairs + start + t1, mask=t1 < count, other=0) // TOP_K
+        at1 = row1[None, :] * K + k[:, None]
+        g1 = tl.zeros((BM, N1), tl.float32)
+        u1 = tl.zeros((BM, N1), tl.float32)
+    for kb in tl.range(0, K // 128, num_stages=STAGES):
+        if FORM == MXFP4 and ROUNDING != ROUND_128:
+            words1, factor1 = bfloat16_words(tl.load(w1 + (at + kb * 16)), tl.load(s1 + (at_scale + kb)), WARPS)
+            words3, factor3 = bfloat16_words(tl.load(w3 + (at + kb * 16)), tl.load(s3 + (at_scale + kb)), WARPS)
+            for i in tl.static_range(4):
+                x0 = tl.load(x + (at0 + (kb * 128 + i * 32)))
+                chunk1 = bfloat16_chunk(words1, factor1, i)
+                g0 = _add(g0, chunk1, x0)
+                if N1 > 0:
+                    x1 = tl.load(x + (at1 + (kb * 128 + i * 32)))
+                    g1 = _add(g1, chunk1, x1)
+                chunk3 = bfloat16_chunk(words3, factor3, i)
+                u0 = _add(u0, chunk3, x0)
+                if N1 > 0:
+                    u1 = _add(u1, chunk3, x1)
+        else:
+            tile1, factor1 = _tile(w1, s1, at, at_scale, kb, FORM, WARPS)
+            tile3, factor3 = _tile(w3, s3, at, at_scale, kb, FORM, WARPS)
+            x0 = tl.load(x + (at0 + kb * 128))
+            if ROUNDING == ROUND_128:
+                f0 = tl.load(xs + (row0 + kb * tokens))
+                g0 = _add_scaled(g0, tile1, x0, factor1, f0)
+                u0 = _add_scaled(u0, tile3, x0, factor3, f0)
+            else:
+                g0 = _add(g0, tile1, x0)
+                u0 = _add(u0, tile3, x0)
+            if N1 > 0:
+                x1 = tl.load(x + (at1 + kb * 128))
+                if ROUNDING == ROUND_128:
+                    f1 = tl.load(xs + (row1 + kb * tokens))
+                    g1 = _add_scaled(g1, tile1, x1, factor1, f1)
+                    u1 = _add_scaled(u1, tile3, x1, factor3, f1)
+                else:
+                    g1 = _add(g1, tile1, x1)
+                    u1 = _add(u1, tile3, x1)
+    _finish(g0, u0, h, hs, feature0, start, count, rows, beta, linear_beta, over_beta, over_linear_beta, F, FORM, ROUNDING, WARPS)
+    if N1 > 0:
+        _finish(g1, u1, h, hs, feature0, start + N0, count - N0, rows, beta, linear_beta, over_beta, over_linear_beta, F, FORM, ROUNDING, WARPS)
+
+
+@triton.jit(do_not_specialize=["tokens", "rows"])
+def _up(x, xs, w1, s1, w3, s3, pairs, starts, tile_expert, tile_start, h, hs, tokens, rows, beta, linear_beta, over_beta, over_linear_beta,
+        TOP_K: tl.constexpr, K: tl.constexpr, F: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr, WIDTHS: tl.constexpr, UNITS: tl.constexpr,
+        FORM: tl.constexpr, ROUNDING: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr):
+    tile = tl.program_id(0) // (F // BM)
+    feature0 = tl.program_id(0) % (F // BM) * BM
+    expert = tl.load(tile_expert + tile)
+    if expert >= 0:
+        start = tl.load(tile_start + tile)
+        count = tl.minimum(tl.load(starts + expert + 1) - start, BLOCK)
+        for i in tl.static_range(1, len(WIDTHS)):
+            if (count > WIDTHS[i - 1][0] + WIDTHS[i - 1][1]) & (count <= WIDTHS[i][0] + WIDTHS[i][1]):
+                _up_tile(x, xs, w1, s1, w3, s3, pairs, h, hs, expert, feature0, start, count, tokens, rows, beta, linear_beta, over_beta,
+                         over_linear_beta, TOP_K, K, F, BM, WIDTHS[i][0], WIDTHS[i][1], UNITS, FORM, ROUNDING, WARPS, STAGES)
+
+
+@triton.jit
+def _write(total, y, feature0, start, count, F: tl.constexpr, FORM: tl.constexpr, WARPS: tl.constexpr):
+    BM: tl.constexpr = total.shape[0]
+    N: tl.constexpr = total.shape[1]
+    if FORM == MXFP4:
+        total = memory_rows(total, WARPS)
+    row = tl.arange(0, N)
+    at = (start + row)[:, None] * F + (feature0 + tl.arange(0, BM))[None, :]
+    tl.store(y + at, tl.trans(total).to(y.dtype.element_ty), mask=(row < count)[:, None])
+
+
+@triton.jit
+def _down_tile(h, hs, w2, s2, y, expert, feature0, start, count, rows, K: tl.constexpr, F: tl.constexpr, BM: tl.constexpr, N0: tl.constexpr,
+               N1: tl.constexpr, UNITS: tl.constexpr, FORM: tl.constexpr, ROUNDING: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr):
+    w2, s2 = _matrix(w2, s2, expert, K, F, UNITS)
+    at_scale = (feature0 + tl.arange(0, BM)) * (K // 128)
+    at = at_scale[:, None] * UNITS + tl.arange(0, UNITS)[None, :]
+    k = tl.arange(0, 32 if FORM == MXFP4 and ROUNDING != ROUND_128 else 128)
+    row0 = tl.minimum(start + tl.arange(0, N0), rows - 1)
+    at0 = row0[None, :] * K + k[:, None]
+    y0 = tl.zeros((BM, N0), tl.float32)
+    if N1 > 0:
+        row1 = tl.minimum(start + N0 + tl.arange(0, N1), rows - 1)
+        at1 = row1[None, :] * K + k[:, None]
+        y1 = tl.zeros((BM, N1), tl.float32)
+    for kb in tl.range(0, K // 128, num_stages=STAGES):
+        if FORM == MXFP4 and ROUNDING != ROUND_128:
+            words, factor = bfloat16_words(tl.load(w2 + (at + kb * 16)), tl.load(s2 + (at_scale + kb)), WARPS)
+            for i in tl.static_range(4):
+                chunk = bfloat16_chunk(words, factor, i)
+                y0 = _add(y0, chunk, tl.load(h + (at0 + (kb * 128 + i * 32))))
+                if N1 > 0:
+                    y1 = _add(y1, chunk, tl.load(h + (at1 + (kb * 128 + i * 32))))
+        else:
+            tile, factor = _tile(w2, s2, at, at_scale, kb, FORM, WARPS)
+            x0 = tl.load(h + (at0 + kb * 128))
+            if ROUNDING == ROUND_128:
+                y0 = _add_scaled(y0, tile, x0, factor, tl.load(hs + (row0 + kb * rows)))
+            else:
+                y0 = _add(y0, tile, x0)
+            if N1 > 0:
+                x1 = tl.load(h + (at1 + kb * 128))
+                if ROUNDING == ROUND_128:
+                    y1 = _add_scaled(y1, tile, x1, factor, tl.load(hs + (row1 + kb * rows)))
+                else:
+                    y1 = _add(y1, tile, x1)
+    _write(y0, y, feature0, start, count, F, FORM, WARPS)
+    if N1 > 0:
+        _write(y1, y, feature0, start + N0, count - N0, F, FORM, WARPS)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _down(h, hs, w2, s2, starts, tile_expert, tile_start, y, rows, K: tl.constexpr, F: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr,
+          WIDTHS: tl.constexpr, UNITS: tl.constexpr, FORM: tl.constexpr, ROUNDING: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr):
+    tile = tl.program_id(0) // (F // BM)
+    feature0 = tl.program_id(0) % (F // BM) * BM
+    expert = tl.load(tile_expert + tile)
+    if expert >= 0:
+        start = tl.load(tile_start + tile)
+        count = tl.minimum(tl.load(starts + expert + 1) - start, BLOCK)
+        for i in tl.static_range(1, len(WIDTHS)):
+            if (count > WIDTHS[i - 1][0] + WIDTHS[i - 1][1]) & (count <= WIDTHS[i][0] + WIDTHS[i][1]):
+                _down_tile(h, hs, w2, s2, y, expert, feature0, start, count, rows, K, F, BM, WIDTHS[i][0], WIDTHS[i][1], UNITS, FORM, ROUNDING, WARPS, STAGES)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _prepare(z, out, scale, tokens, K: tl.constexpr, FORM: tl.constexpr, ROUNDING: tl.constexpr, ROWS: tl.constexpr):
+    """ROWS tokens, 128 columns: rounded, and in the order of the weights."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    at = row.to(tl.int64)[:, None] * K + tl.program_id(1) * 128 + tl.arange(0, 128)[None, :]
+    inside = row < tokens
+    value = tl.load(z + at, mask=inside[:, None], other=0).to(tl.float32)
+    if ROUNDING == ROUND_32:
+        value = tl.trans(tl.reshape(_mxfp8(tl.reshape(tl.trans(value), (4, 32, ROWS))), (128, ROWS)))
+    elif ROUNDING == ROUND_128:
+        times, factor = _factors(tl.max(tl.abs(value), axis=1))
+        value = value * times[:, None]
+        tl.store(scale + tl.program_id(1) * tokens + row, factor, mask=inside)
+    tl.store(out + at, _ordered(value, FORM, ROUNDING).to(out.dtype.element_ty), mask=inside[:, None])
+
+
+@triton.jit
+def _combine(y, rows, starts, gates, out, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, Z: tl.constexpr, COLUMNS: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < Z
+    held = tl.load(starts + EXPERTS)
+    total = tl.zeros((COLUMNS,), tl.float32)
+    for slot in tl.static_range(TOP_K):
+        row = tl.load(rows + token * TOP_K + slot)
+        gate = tl.load(gates + token * TOP_K + slot).to(tl.float32)
+        value = tl.load(y + row.to(tl.int64) * Z + column, mask=inside & (row < held), other=0).to(tl.float32)
+        total += tl.where(row < held, gate, 0.0) * value
+    tl.store(out + token * Z + column, total.to(out.dtype.element_ty), mask=inside)
+
+
+def _operands(weight: ExpertWeight, rounding: Activations) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weights and their scales as the kernels read them: words, or bytes where E4M3 is made of them; scales four to a word."""
+    if isinstance(weight, Mxfp4Weight):
+        return (weight.packed if rounding is Activations.FP8_128 else weight.packed.view(torch.int32)), weight.scale.view(torch.int32)
+    if isinstance(weight, Fp8Weight):
+        return weight.values, weight.scale
+    return weight, weight
+
+
+def prepare(z: torch.Tensor, form: Form, rounding: Activations) -> tuple[torch.Tensor, torch.Tensor]:
+    """z [N, Z] as the first product reads it, and its scales [Z / 128, N] (or nothing of use)."""
+    if form is not Form.MXFP4 and rounding is Activations.SAME:
+        return z, z
+    tokens, width = z.shape
+    fp8 = rounding is Activations.FP8_128
+    out = torch.empty(tokens, width, dtype=torch.float8_e4m3fn if fp8 else torch.bfloat16, device=z.device)
+    scale = torch.empty(width // 128, tokens, dtype=torch.float32, device=z.device) if fp8 else out
+    _prepare[(triton.cdiv(tokens, _PREPARE_ROWS), width // 128)](z, out, scale, tokens, K=width, FORM=form.value, ROUNDING=_ROUNDINGS[rounding],
+                                                                 ROWS=_PREPARE_ROWS, num_warps=_PREPARE_WARPS, enable_fp_fusion=False)
+    return out, scale
+
+
+def up(x: torch.Tensor, xs: torch.Tensor, w1: ExpertWeight, w3: ExpertWeight, plan: Plan, h: torch.Tensor, hs: torch.Tensor, *, top_k: int, beta: float,
+       linear_beta: float, grouping: Grouping, product: Product, form: Form, rounding: Activations) -> None:
+    """h [N k, I], hs [I / 128, N k]: SiTU-GLU of both first products, rows in the plan's order."""
+    _, features, width = w1.shape
+    a1, s1 = _operands(w1, rounding)
+    a3, s3 = _operands(w3, rounding)
+    _up[(plan.tile_expert.numel() * (features // product.features),)](
+        x, xs, a1, s1, a3, s3, plan.pairs, plan.starts, plan.tile_expert, plan.tile_start, h, hs, x.shape[0], h.shape[0], beta, linear_beta, 1.0 / beta,
+        1.0 / linear_beta, TOP_K=top_k, K=width, F=features, BM=product.features, BLOCK=grouping.block, WIDTHS=((0, 0), *grouping.widths), UNITS=a1.shape[-1] // (width // 128),
+        FORM=form.value,
+        ROUNDING=_ROUNDINGS[rounding], WARPS=product.warps, STAGES=product.stages, num_warps=product.warps, enable_fp_fusion=True)
+
+
+def down(h: torch.Tensor, hs: torch.Tensor, w2: ExpertWeight, plan: Plan, y: torch.Tensor, *, grouping: Grouping, product: Product, form: Form,
+         rounding: Activations) -> None:
+    """y [N k, Z]: the second product, rows in the plan's order."""
+    _, features, width = w2.shape
+    a2, s2 = _operands(w2, rounding)
+    _down[(plan.tile_expert.numel() * (features // product.features),)](
+        h, hs, a2, s2, plan.starts, plan.tile_expert, plan.tile_start, y, h.shape[0], K=width, F=features, BM=product.features, BLOCK=grouping.block,
+        WIDTHS=((0, 0), *grouping.widths), UNITS=a2.shape[-1] // (width // 128), FORM=form.value, ROUNDING=_ROUNDINGS[rounding], WARPS=product.warps, STAGES=product.stages, num_warps=product.warps,
+        enable_fp_fusion=True)
+
+
+def combine(y: torch.Tensor, plan: Plan, gates: torch.Tensor, out: torch.Tensor) -> None:
+    """out [N, Z]: over a token's slots in order, gate times its expert's row, in fp32. A slot without an expert adds nothing."""
+    tokens, top_k = gates.shape
+    width = out.shape[1]
+    _combine[(tokens, triton.cdiv(width, _COMBINE_COLUMNS))](y, plan.rows, plan.starts, gates, out, EXPERTS=plan.starts.numel() - 1, TOP_K=top_k, Z=width,
+                                                             COLUMNS=_COMBINE_COLUMNS, num_warps=_COMBINE_WARPS, enable_fp_fusion=True)
