@@ -16,7 +16,7 @@ import triton.language as tl
 
 from driftline.kernels.mxfp4.weights import ExpertWeight, Fp8Weight, Mxfp4Weight
 
-__all__ = ["BFLOAT16", "FP8", "INTERPRETED", "MXFP4", "Form", "form", "row_pointers", "stored", "tile"]
+__all__ = ["BFLOAT16", "FP8", "INTERPRETED", "MXFP4", "TO_BFLOAT16", "Form", "form", "row_pointers", "stored", "tile"]
 
 
 class Form(IntEnum):
@@ -29,6 +29,28 @@ BFLOAT16, MXFP4, FP8 = (tl.constexpr(int(f)) for f in Form)
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 """Triton's interpreter multiplies the bits of bfloat16 as integers and has no assembly; there operands are widened first."""
+
+TO_BFLOAT16 = tl.constexpr("""
+{
+.reg .b32 t, a, b, k;
+mov.b32 k, 0x7E807E80;
+prmt.b32 t, $4, 0, 0x4140;
+shl.b32 a, t, 12; and.b32 a, a, 0x80008000;
+shl.b32 b, t, 6; lop3.b32 a, b, 0x01C001C0, a, 0xEA;
+mul.rn.bf16x2 a, a, k; mul.rn.bf16x2 $0, a, $5;
+shl.b32 a, t, 8; and.b32 a, a, 0x80008000;
+shl.b32 b, t, 2; lop3.b32 a, b, 0x01C001C0, a, 0xEA;
+mul.rn.bf16x2 a, a, k; mul.rn.bf16x2 $2, a, $5;
+prmt.b32 t, $4, 0, 0x4342;
+shl.b32 a, t, 12; and.b32 a, a, 0x80008000;
+shl.b32 b, t, 6; lop3.b32 a, b, 0x01C001C0, a, 0xEA;
+mul.rn.bf16x2 a, a, k; mul.rn.bf16x2 $1, a, $6;
+shl.b32 a, t, 8; and.b32 a, a, 0x80008000;
+shl.b32 b, t, 2; lop3.b32 a, b, 0x01C001C0, a, 0xEA;
+mul.rn.bf16x2 a, a, k; mul.rn.bf16x2 $3, a, $6;
+}
+""")
+"""Four bytes ($4) and their factors, two to a word ($5, $6): the low nibbles ($0, $1) and the high ones ($2, $3) as bfloat16, two to a word."""
 
 
 def form(weight: ExpertWeight) -> Form:
@@ -69,28 +91,7 @@ def _nibbles(packed, factor):
         wide = factor.to(tl.float32)
         return (low * wide).to(tl.bfloat16), (high * wide).to(tl.bfloat16)
     else:
-        return tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 t, a, b, k;
-            mov.b32 k, 0x7E807E80;
-            prmt.b32 t, $4, 0, 0x4140;
-            shl.b32 a, t, 12; and.b32 a, a, 0x80008000;
-            shl.b32 b, t, 6; lop3.b32 a, b, 0x01C001C0, a, 0xEA;
-            mul.rn.bf16x2 a, a, k; mul.rn.bf16x2 $0, a, $5;
-            shl.b32 a, t, 8; and.b32 a, a, 0x80008000;
-            shl.b32 b, t, 2; lop3.b32 a, b, 0x01C001C0, a, 0xEA;
-            mul.rn.bf16x2 a, a, k; mul.rn.bf16x2 $2, a, $5;
-            prmt.b32 t, $4, 0, 0x4342;
-            shl.b32 a, t, 12; and.b32 a, a, 0x80008000;
-            shl.b32 b, t, 6; lop3.b32 a, b, 0x01C001C0, a, 0xEA;
-            mul.rn.bf16x2 a, a, k; mul.rn.bf16x2 $1, a, $6;
-            shl.b32 a, t, 8; and.b32 a, a, 0x80008000;
-            shl.b32 b, t, 2; lop3.b32 a, b, 0x01C001C0, a, 0xEA;
-            mul.rn.bf16x2 a, a, k; mul.rn.bf16x2 $3, a, $6;
-            }
-            """,
-            "=&r,=&r,=&r,=&r,r,r,r", [packed, factor], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4)
+        return tl.inline_asm_elementwise(TO_BFLOAT16, "=&r,=&r,=&r,=&r,r,r,r", [packed, factor], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4)
 
 
 @triton.jit

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from expert_cases import choices, error, exact, matrices
+from expert_cases import MAGNITUDES, choices, error, exact, matrices
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from driftline.kernels.moe import triton_backward as kernels
 from driftline.kernels.moe.backward import Gradients, Wanted, backward
 from driftline.kernels.moe.plan import plan
-from driftline.kernels.moe.triton_tiles import Form
+from driftline.kernels.moe.triton_tiles import TO_BFLOAT16, Form
 from driftline.kernels.moe.triton_wgrad import Side, WeightBlocks, weight_gradient
 from driftline.kernels.mxfp4.weights import ExpertWeight
 
@@ -137,3 +137,54 @@ def test_rows_are_summed_into_a_gradient_that_is_kept_or_replaced() -> None:
         torch.testing.assert_close(once[e], left[rows].float().t() @ right[rows].float(), rtol=1e-5, atol=1e-5)
     weight_gradient(Side(left, False), Side(right, False), table, 2, out, add=True, blocks=WeightBlocks(16, 32, 16, 1, 1))
     torch.testing.assert_close(out, 2 * once, rtol=1e-6, atol=1e-6)
+
+
+def assembled(words: dict[str, int]) -> dict[str, int]:
+    """What the text of the assembly leaves in its registers, by the instructions' definitions."""
+    held = dict(words)
+
+    def value(name: str) -> int:
+        return held[name] if name in held else int(name, 0)
+
+    def product(left: int, right: int) -> int:
+        pair = torch.tensor([[left & 0xFFFF, left >> 16], [right & 0xFFFF, right >> 16]], dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
+        low, high = ((pair[0] * pair[1]).bfloat16().view(torch.int16).to(torch.int32) & 0xFFFF).tolist()
+        return int(low | high << 16)
+
+    for line in TO_BFLOAT16.value.replace("{", "").replace("}", "").split(";"):
+        name, _, rest = line.strip().partition(" ")
+        if not name or name == ".reg":
+            continue
+        to, *given = (part.strip() for part in rest.split(","))
+        args = [value(part) for part in given]
+        match name:
+            case "mov.b32":
+                held[to] = args[0]
+            case "shl.b32":
+                held[to] = args[0] << args[1] & 0xFFFFFFFF
+            case "and.b32":
+                held[to] = args[0] & args[1]
+            case "lop3.b32":
+                table = args[3]
+                held[to] = sum(((table >> ((args[0] >> i & 1) << 2 | (args[1] >> i & 1) << 1 | (args[2] >> i & 1))) & 1) << i for i in range(32))
+            case "prmt.b32":
+                octets = args[0].to_bytes(4, "little") + args[1].to_bytes(4, "little")
+                held[to] = int.from_bytes(bytes(octets[args[2] >> 4 * i & 7] for i in range(4)), "little")
+            case "mul.rn.bf16x2":
+                held[to] = product(args[0], args[1])
+            case _:
+                raise AssertionError(name)
+    return held
+
+
+@pytest.mark.parametrize("scale", [1, 100, 127, 128, 200, 252])
+def test_the_assembly_that_the_interpreter_cannot_run_gives_every_code_its_value(scale: int) -> None:
+    """Bytes hold all sixteen codes in both places; the factor is 2^(scale - 127), which is right up to bfloat16's own end."""
+    table = torch.tensor(MAGNITUDES + tuple(-m for m in MAGNITUDES)) * torch.exp2(torch.tensor(scale - 127.0))
+    factor = scale << 7 | scale << 23
+    for first in range(0, 256, 4):
+        octets = [first, (first * 7 + 3) % 256, (first * 5 + 90) % 256, 255 - first]
+        held = assembled({"$4": int.from_bytes(bytes(octets), "little"), "$5": factor, "$6": factor})
+        for registers, shift in ((("$0", "$1"), 0), (("$2", "$3"), 4)):
+            found = torch.tensor([held[r] >> 16 * half & 0xFFFF for r in registers for half in range(2)], dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+            assert found.float().tolist() == [table[octet >> shift & 15].item() for octet in octets]

@@ -1,0 +1,77 @@
+"""The expert MLP's backward through the compiler for Hopper, every pinned configuration at K3's shapes: 896 experts, 8,192 tokens of 3,584, 16 a token."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from driftline.kernels.moe import triton_backward as kernels
+from driftline.kernels.moe.plan import plan
+from driftline.kernels.moe.triton_tiles import Form
+from driftline.kernels.moe.triton_wgrad import Side, weight_gradient
+from driftline.kernels.mxfp4.weights import ExpertWeight, Fp8Weight, Mxfp4Weight
+from driftline.kernels.offline import SHARED_LIMIT, CompiledKernel, compiling_for
+
+EXPERTS, TOKENS, TOP, OUTER, HIDDEN = 896, 8192, 16, 3584, 3072
+IDS = torch.zeros(TOKENS, TOP, dtype=torch.int32)
+BETAS = (4.0, 25.0)
+
+
+def stack(form: Form, out: int, width: int) -> ExpertWeight:
+    match form:
+        case Form.BFLOAT16:
+            return torch.empty(EXPERTS, out, width, dtype=torch.bfloat16)
+        case Form.MXFP4:
+            return Mxfp4Weight(torch.empty(EXPERTS, out, width // 2, dtype=torch.uint8), torch.empty(EXPERTS, out, width // 32, dtype=torch.uint8))
+        case Form.FP8:
+            return Fp8Weight(torch.empty(EXPERTS, out, width, dtype=torch.float8_e4m3fn), torch.empty(EXPERTS, out, width // 128))
+
+
+def half(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16)
+
+
+def compiled(form: Form, blocks: kernels.Blocks, *, keep: bool = True) -> list[CompiledKernel]:
+    w1, w3, w2 = stack(form, HIDDEN, OUTER), stack(form, HIDDEN, OUTER), stack(form, OUTER, HIDDEN)
+    z, dh, du, out, gates = half(TOKENS, OUTER), half(TOKENS * TOP, HIDDEN), half(TOKENS * TOP, HIDDEN), half(TOKENS * TOP, OUTER), torch.empty(TOKENS, TOP)
+    table = plan(IDS, EXPERTS, blocks.rows)
+    with compiling_for(90) as found:
+        kernels.d_hidden(z, w2, table, TOP, dh, blocks)
+        kernels.inner(z, w1, w3, gates, dh, du, half(TOKENS * TOP, HIDDEN) if keep else None, table, BETAS, blocks)
+        kernels.d_input(dh, du, w1, w3, table, out, blocks)
+    assert [kernel.name for kernel in found] == ["_d_hidden", "_inner", "_d_input"]
+    return found
+
+
+@pytest.mark.parametrize(("form", "few"), list(kernels.PINNED), ids=str)
+def test_products_run_on_the_matrix_unit_from_asynchronous_copies_without_spills(form: Form, few: bool) -> None:
+    blocks = kernels.PINNED[form, few]
+    for kernel, loops in zip(compiled(form, blocks, keep=form is Form.BFLOAT16), (1, 1, 2), strict=True):
+        assert kernel.stack == 0, kernel
+        assert kernel.shared <= SHARED_LIMIT, kernel
+        assert kernel.count("HGMMA") == loops * blocks.depth // 16 * max(1, blocks.rows // (16 * blocks.warps))
+        assert kernel.count("LDGSTS") >= 8 * loops
+        assert kernel.count("HMMA") == 0
+        # weights that are packed become bfloat16 by products of powers of two, two at a time, and not through fp32
+        assert ("mul.rn.bf16x2" in kernel.ptx) == (form is Form.MXFP4)
+
+
+def test_weights_gradients_are_written_sixteen_bytes_at_a_time() -> None:
+    table, z, d = plan(IDS, EXPERTS, 64), half(TOKENS, OUTER), half(TOKENS * TOP, HIDDEN)
+    with compiling_for(90) as found:
+        weight_gradient(Side(d, False), Side(z, True), table, TOP, half(EXPERTS, HIDDEN, OUTER), add=False)
+        weight_gradient(Side(z, True), Side(d, False), table, TOP, half(EXPERTS, OUTER, HIDDEN), add=True)
+    for kernel in found:
+        assert kernel.stack == 0, kernel
+        assert kernel.shared <= SHARED_LIMIT
+        assert kernel.count("HGMMA") == 8
+        assert kernel.count(r"STG\.E\.128") == 16
+
+
+def test_the_sums_over_slots_and_blocks_read_wide() -> None:
+    table = plan(IDS, EXPERTS, 64)
+    with compiling_for(90) as found:
+        kernels.sum_slots(half(TOKENS * TOP, OUTER), table, TOP, half(TOKENS, OUTER))
+        kernels.d_gates(torch.empty(48, TOKENS * TOP), table, torch.empty(TOKENS, TOP))
+    assert [kernel.stack for kernel in found] == [0, 0]
+    assert found[0].count(r"LDG\.E\.128") == TOP
