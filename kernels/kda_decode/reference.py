@@ -17,15 +17,17 @@ def _steps(
     q: torch.Tensor | None, k: torch.Tensor, v: torch.Tensor, z: torch.Tensor, beta: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor,
     lower_bound: float, state: torch.Tensor,
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """One row: k, z [n, H, K], v [n, H, V], beta [n, H], raw; state [H, K, V]. The outputs (none without q) and the state after n tokens."""
+    """One row: k, z [n, H, K], v [n, H, V], beta [n, H], raw; state [H, K, V]. The outputs (none without q) and the state after n tokens.
+
+    Everything a token needs is computed for it alone: vectorised exponentials on a CPU give an element other bits in a tensor of another length."""
     wide = state.dtype
-    heads, dim = k.shape[1], k.shape[2]
-    g = bounded_gate(z.to(wide) + dt_bias.to(wide).view(heads, dim), a_log.to(wide), lower_bound)
-    key, gain = l2_normalise(k.to(wide)), torch.sigmoid(beta.to(wide))
-    query = l2_normalise(q.to(wide)) if q is not None else key
+    rate, bias = a_log.to(wide), dt_bias.to(wide).view(k.shape[1:])
     outs, state = [], state[None]
     for t in range(k.shape[0]):
-        o, state = kda_step(query[t : t + 1], key[t : t + 1], v[t : t + 1].to(wide), g[t : t + 1], gain[t : t + 1], state)
+        one = slice(t, t + 1)
+        key, g = l2_normalise(k[one].to(wide)), bounded_gate(z[one].to(wide) + bias, rate, lower_bound)
+        query = key if q is None else l2_normalise(q[one].to(wide))
+        o, state = kda_step(query, key, v[one].to(wide), g, torch.sigmoid(beta[one].to(wide)), state)
         outs.append(o[0])
     return outs if q is not None else [], state[0]
 

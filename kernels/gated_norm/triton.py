@@ -1,0 +1,95 @@
+# mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,untyped-decorator"
+"""KDA's output norm and gate as Triton kernels, forward and backward: one read of each input, one write of each result, in K3's rounding order.
+
+A row (one head of one token) is summed within a group of sixteen lanes, so its bits depend on the row alone. The weight's gradient is summed in fp32 a
+block of rows at a time, and the blocks in order.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+__all__ = ["DIM", "ROWS", "backward", "forward"]
+
+DIM = 128
+ROWS = 32
+"""Rows of a tile, for every shape: 32 elements a thread. Not yet timed against the others of the benchmark's sweep."""
+
+TILES = 8
+"""Tiles of a program of the backward, whose weight gradient is one row of the partial sums."""
+
+_WARPS = 4
+_STRICT = {"enable_fp_fusion": False}
+
+
+@triton.jit
+def _cast(x, like):
+    """fp32 rounded to the type that `like` points to, as fp32."""
+    return x.to(like.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def _forward(o, weight, gate, out, rows, eps, DIM: tl.constexpr, ROWS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    d = tl.arange(0, DIM)
+    at = row[:, None] * DIM + d[None, :]
+    mask = (row < rows)[:, None]
+    x = _cast(tl.load(o + at, mask=mask, other=0.0).to(tl.float32), gate)
+    g = tl.load(gate + at, mask=mask, other=0.0).to(tl.float32)
+    w = _cast(tl.load(weight + d).to(tl.float32), gate)
+    scale = tl.rsqrt(tl.sum(x * x, axis=1) / DIM + eps)
+    normed = _cast(_cast(x * scale[:, None], gate) * w[None, :], gate)
+    value = normed * _cast(1.0 / (1.0 + tl.exp(-g)), gate)
+    tl.store(out + at, value.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _backward(o, weight, gate, grad, grad_o, grad_gate, grad_weight, rows, eps, DIM: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr):
+    """grad_weight [programs, DIM] fp32. The roundings are computed again and passed straight through, as autograd passes through a cast."""
+    d = tl.arange(0, DIM)
+    w = _cast(tl.load(weight + d).to(tl.float32), gate)
+    total = tl.zeros((DIM,), tl.float32)
+    for tile in range(TILES):
+        row = (tl.program_id(0).to(tl.int64) * TILES + tile) * ROWS + tl.arange(0, ROWS)
+        at = row[:, None] * DIM + d[None, :]
+        mask = (row < rows)[:, None]
+        x = _cast(tl.load(o + at, mask=mask, other=0.0).to(tl.float32), gate)
+        g = tl.load(gate + at, mask=mask, other=0.0).to(tl.float32)
+        dy = tl.load(grad + at, mask=mask, other=0.0).to(tl.float32)
+        scale = tl.rsqrt(tl.sum(x * x, axis=1) / DIM + eps)[:, None]
+        unit = x * scale
+        rounded = _cast(unit, gate)
+        gated = 1.0 / (1.0 + tl.exp(-g))
+        after = dy * gated
+        total += tl.sum(after * rounded, axis=0)
+        tl.store(grad_gate + at, (dy * _cast(rounded * w[None, :], gate) * gated * (1.0 - gated)).to(grad_gate.dtype.element_ty), mask=mask)
+        inner = after * w[None, :]
+        dx = scale * (inner - unit * (tl.sum(inner * unit, axis=1) / DIM)[:, None])
+        tl.store(grad_o + at, dx.to(grad_o.dtype.element_ty), mask=mask)
+    tl.store(grad_weight + tl.program_id(0) * DIM + d, total)
+
+
+def forward(o: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor, eps: float, rows_a_tile: int = ROWS) -> torch.Tensor:
+    """As `reference.gated_norm` for a last axis of 128."""
+    o, weight, gate = o.contiguous(), weight.contiguous(), gate.contiguous()
+    out = torch.empty_like(gate)
+    rows = gate.numel() // DIM
+    if rows:
+        _forward[(triton.cdiv(rows, rows_a_tile),)](o, weight, gate, out, rows, eps, DIM=DIM, ROWS=rows_a_tile, num_warps=_WARPS, **_STRICT)
+    return out
+
+
+def backward(
+    o: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor, grad: torch.Tensor, eps: float, rows_a_tile: int = ROWS
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of the result's gradient: those of o, weight and gate, in their dtypes."""
+    o, weight, gate, grad = o.contiguous(), weight.contiguous(), gate.contiguous(), grad.contiguous()
+    grad_o, grad_gate = torch.empty_like(o), torch.empty_like(gate)
+    rows = gate.numel() // DIM
+    programs = triton.cdiv(rows, rows_a_tile * TILES)
+    parts = torch.empty(programs, DIM, dtype=torch.float32, device=o.device)
+    if rows:
+        _backward[(programs,)](o, weight, gate, grad, grad_o, grad_gate, parts, rows, eps, DIM=DIM, ROWS=rows_a_tile, TILES=TILES, num_warps=_WARPS, **_STRICT)
+    return grad_o, parts.sum(0).to(weight.dtype), grad_gate
