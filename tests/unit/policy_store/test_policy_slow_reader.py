@@ -178,10 +178,17 @@ async def main(url, run):
             async for head in heads:
                 state = await reader.advance(state, at, head.version) if state else await reader.materialise(head.version)
                 at = head.version
-                print(at, flush=True)
+                print("followed to", at, flush=True)
 
 asyncio.run(main(*sys.argv[1:]))
 """
+
+
+async def followed(output: asyncio.StreamReader) -> int:
+    """The next version it says; a log line may come between."""
+    while not (line := await output.readline()).startswith(b"followed to "):
+        assert line, "the follower ended"
+    return int(line.split()[-1])
 
 
 async def test_a_process_that_is_stopped_and_goes_on_much_later_follows_to_the_newest(nats_url: str, fresh_run: str) -> None:
@@ -195,13 +202,13 @@ async def test_a_process_that_is_stopped_and_goes_on_much_later_follows_to_the_n
             process = await asyncio.create_subprocess_exec(sys.executable, "-c", FOLLOWER, nats_url, fresh_run, stdout=asyncio.subprocess.PIPE)
             assert process.stdout is not None
             try:
-                assert int(await process.stdout.readline()) == life.version
+                assert await followed(process.stdout) == life.version
                 process.send_signal(signal.SIGSTOP)
                 beside, _ = await life.publish(2 * FULL_EVERY)
                 assert {what: beside[what] for what in ("publish", "blob put", "last")} == {
                     what: alone[what] for what in ("publish", "blob put", "last")}
                 process.send_signal(signal.SIGCONT)
-                while int(await process.stdout.readline()) != life.version:
+                while await followed(process.stdout) != life.version:
                     pass
             finally:
                 process.kill()
