@@ -1,0 +1,266 @@
+# mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,untyped-decorator,assignment,var-annotated"
+"""The gradients of the attention residual: everything is recomputed from one read of the sources, and each gradient is written once, by one program.
+
+With n = norm * query, r_i = rsqrt(mean v_i^2 + eps), t_i = <v_i, n>, p = softmax(r t) and do the gradient of o = sum_i p_i v_i:
+
+    ds_i = p_i (<v_i, do> - sum_j p_j <v_j, do>)
+    dv_i = p_i do + ds_i r_i n - ds_i t_i r_i^3 / D v_i
+    dn   = sum over tokens and sources of ds_i r_i v_i;  dquery = dn * norm;  dnorm = dn * query
+
+With an output norm, y = (o r_o) * w: do is y's gradient taken back through it, of an o that is mixed again here. A program walks its tokens in order and
+keeps its own sums over them, of dn and of the output weight's gradient; a second kernel adds the programs' sums in the programs' order. The number of
+programs follows from the number of tokens and sources, so the order of every sum does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from driftline.kernels.attention_residual.triton import (
+    BACKWARD,
+    OPAQUE_SHIFT,
+    Launch,
+    Rows,
+    _add2,
+    _add3,
+    ask_ahead,
+    columns,
+    direction,
+    launch_of,
+    narrowed,
+    options,
+    put_piece,
+    put_tile,
+    row_piece,
+    softmax,
+    sources_at,
+    tile_piece,
+    widened,
+)
+
+__all__ = ["Sums", "backward"]
+
+_COLUMNS, _ROWS = 128, 16
+
+
+@triton.jit
+def _add1(a, b):
+    return a + b
+
+
+@triton.jit
+def _sum_piece(sums, begun, more, lane, c: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr):
+    """Add to a stretch of this program's row of sums, which lies in memory. `begun` is 0 while nothing has been written there, then 1."""
+    held = tl.load(sums + c * CHUNK + lane, mask=c * CHUNK + lane < begun * D, other=0.0)
+    put_piece(sums, held + more, lane, c, D, CHUNK)
+
+
+@triton.jit
+def _unmix(values, strides, grads, grad_strides, prefix, prefix_stride, dprefix, do, do_stride, dmoved, dmoved_stride, query, norm, output_weight, dn_rows,
+           dw_rows, tokens, rows, kept, eps, output_eps, shifts, R: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr, GRAD_ROW: tl.constexpr,
+           VECTOR: tl.constexpr, THREADS: tl.constexpr, BANK: tl.constexpr, KEPT: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr,
+           ALIGNED: tl.constexpr, AHEAD: tl.constexpr, SPILL: tl.constexpr):
+    CHUNK: tl.constexpr = VECTOR * THREADS
+    PIECES: tl.constexpr = (D + CHUNK - 1) // CHUNK
+    lane = columns(THREADS, VECTOR)
+    source = tl.arange(0, R)
+    there = (source < rows)[:, None, None]
+    adding = (source < kept)[:, None, None]
+    program = tl.program_id(0)
+    dn_row = dn_rows + program * D
+    dw_row = dw_rows + program * D
+    dn = ()
+    dw = ()
+    if not SPILL:
+        for _ in tl.static_range(PIECES):
+            dn += (tl.zeros([THREADS, VECTOR], tl.float32),)
+            if NORM:
+                dw += (tl.zeros([THREADS, VECTOR], tl.float32),)
+    for token in range(program, tokens, tl.num_programs(0)):
+        at = tl.cast(token, tl.int64)
+        cells = sources_at(values, strides, at, lane, R, ROW, VECTOR, ALIGNED)
+        v = ()
+        u = ()
+        for c in tl.static_range(PIECES):
+            v += (tile_piece(cells, there, lane, c, D, CHUNK, "evict_first"),)
+            u += (row_piece(prefix + at * prefix_stride, lane, c, D, CHUNK, "evict_first"),)
+        if AHEAD:
+            after = at + tl.num_programs(0)
+            if after < tokens:
+                ask_ahead(values[0] + after * strides[0], rows * (ROW * values[0].dtype.element_ty.primitive_bitwidth // 8))
+                if KEPT:
+                    ask_ahead(grads[0] + after * grad_strides[0], kept * (GRAD_ROW * grads[0].dtype.element_ty.primitive_bitwidth // 8))
+        dy = do + at * do_stride
+        # With an output norm this row holds what was mixed until the gradient overwrites it: each thread reads what it wrote itself.
+        out1 = dprefix + at * D
+        square = tl.zeros([R, THREADS], tl.float32)
+        dot = tl.zeros([R, THREADS], tl.float32)
+        along = tl.zeros([R, THREADS], tl.float32)
+        square1 = tl.zeros([THREADS], tl.float32)
+        dot1 = tl.zeros([THREADS], tl.float32)
+        along1 = tl.zeros([THREADS], tl.float32)
+        for c in tl.static_range(PIECES):
+            n = direction(query, norm, lane, c, D, CHUNK)
+            x = v[c].to(tl.float32)
+            y = u[c].to(tl.float32)
+            square += tl.sum(x * x, axis=2)
+            dot += tl.sum(x * n[None, :, :], axis=2)
+            square1 += tl.sum(y * y, axis=1)
+            dot1 += tl.sum(y * n, axis=1)
+            if not NORM:
+                g = row_piece(dy, lane, c, D, CHUNK, "evict_last").to(tl.float32)
+                along += tl.sum(x * g[None, :, :], axis=2)
+                along1 += tl.sum(y * g, axis=1)
+        if NORM:
+            square_sum, dot_sum = tl.reduce((square, dot), 1, _add2)
+            square_sum1, dot_sum1 = tl.reduce((square1, dot1), 0, _add2)
+        else:
+            square_sum, dot_sum, along_sum = tl.reduce((square, dot, along), 1, _add3)
+            square_sum1, dot_sum1, along_sum1 = tl.reduce((square1, dot1, along1), 0, _add3)
+        r = tl.rsqrt(square_sum / D + eps)
+        r1 = tl.rsqrt(square_sum1 / D + eps)
+        p, p1 = softmax(dot_sum * r, dot_sum1 * r1, source, rows)
+        scale = 1.0
+        back = 0.0
+        if NORM:
+            power = tl.zeros([THREADS], tl.float32)
+            pull = tl.zeros([THREADS], tl.float32)
+            for c in tl.static_range(PIECES):
+                o = tl.sum(widened(v[c], shifts[0]) * p[:, None, None], axis=0) + widened(u[c], shifts[0]) * p1
+                o = narrowed(o, u[c].dtype)
+                put_piece(out1, o, lane, c, D, CHUNK)
+                g = row_piece(dy, lane, c, D, CHUNK, "evict_last").to(tl.float32) * row_piece(output_weight, lane, c, D, CHUNK, "evict_last").to(tl.float32)
+                power += tl.sum(o.to(tl.float32) * o.to(tl.float32), axis=1)
+                pull += tl.sum(o.to(tl.float32) * g, axis=1)
+            power_sum, pull_sum = tl.reduce((power, pull), 0, _add2)
+            scale = tl.rsqrt(power_sum / D + output_eps)
+            back = scale * scale * scale * pull_sum / D
+            for c in tl.static_range(PIECES):
+                g = row_piece(dy, lane, c, D, CHUNK, "evict_last").to(tl.float32) * row_piece(output_weight, lane, c, D, CHUNK, "evict_last").to(tl.float32)
+                g = scale * g - back * row_piece(out1, lane, c, D, CHUNK, "").to(tl.float32)
+                along += tl.sum(widened(v[c], shifts[1]) * g[None, :, :], axis=2)
+                along1 += tl.sum(widened(u[c], shifts[1]) * g, axis=1)
+            along_sum = tl.reduce(along, 1, _add1)
+            along_sum1 = tl.reduce(along1, 0, _add1)
+        mean = tl.sum(p * along_sum, axis=0) + p1 * along_sum1
+        ds = p * (along_sum - mean)
+        ds1 = p1 * (along_sum1 - mean)
+        turn = ds * r
+        turn1 = ds1 * r1
+        pull_in = (turn * dot_sum * r * r / D)[:, None, None]
+        pull_in1 = turn1 * dot_sum1 * r1 * r1 / D
+        share = p[:, None, None]
+        turned = turn[:, None, None]
+        out = cells
+        if BANK:
+            out = sources_at(grads, grad_strides, at, lane, R, GRAD_ROW, VECTOR, ALIGNED)
+        begun = tl.minimum(token - program, 1)
+        dn_next = ()
+        dw_next = ()
+        for c in tl.static_range(PIECES):
+            n = direction(query, norm, lane, c, D, CHUNK)
+            g = row_piece(dy, lane, c, D, CHUNK, "evict_last").to(tl.float32)
+            x = widened(v[c], shifts[2])
+            y = widened(u[c], shifts[2])
+            if NORM:
+                o = row_piece(out1, lane, c, D, CHUNK, "").to(tl.float32)
+                more = g * narrowed(o * scale, u[c].dtype).to(tl.float32)
+                if SPILL:
+                    _sum_piece(dw_row, begun, more, lane, c, D, CHUNK)
+                else:
+                    dw_next += (dw[c] + more,)
+                g = scale * (g * row_piece(output_weight, lane, c, D, CHUNK, "evict_last").to(tl.float32)) - back * o
+            more = tl.sum(x * turned, axis=0) + y * turn1
+            if SPILL:
+                _sum_piece(dn_row, begun, more, lane, c, D, CHUNK)
+            else:
+                dn_next += (dn[c] + more,)
+            if BANK:
+                dx = share * g[None, :, :] + turned * n[None, :, :] - pull_in * x
+                if KEPT:
+                    dx += tile_piece(out, adding, lane, c, D, CHUNK, "evict_first").to(tl.float32)
+                put_tile(out, dx, there, lane, c, D, CHUNK)
+            dx1 = p1 * g + turn1 * n - pull_in1 * y
+            if ADD:
+                dx1 += row_piece(dmoved + at * dmoved_stride, lane, c, D, CHUNK, "evict_first").to(tl.float32)
+            put_piece(out1, dx1, lane, c, D, CHUNK)
+        dn = dn_next
+        dw = dw_next
+    if not SPILL:
+        for c in tl.static_range(PIECES):
+            put_piece(dn_row, dn[c], lane, c, D, CHUNK)
+            if NORM:
+                put_piece(dw_row, dw[c], lane, c, D, CHUNK)
+
+
+@triton.jit
+def _add_up(rows, count, column, mask, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    step = tl.arange(0, ROWS)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for first in range(0, count, ROWS):
+        total += tl.load(rows + (first + step)[:, None] * D + column[None, :], mask=(first + step < count)[:, None] & mask[None, :], other=0.0)
+    return tl.sum(total, axis=0)
+
+
+@triton.jit
+def _finish(dn_rows, dw_rows, count, query, norm, dquery, dnorm, dweight, D: tl.constexpr, NORM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    mask = column < D
+    dn = _add_up(dn_rows, count, column, mask, D, ROWS, COLUMNS)
+    q = tl.load(query + column, mask=mask, other=0.0).to(tl.float32)
+    w = tl.load(norm + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(dquery + column, narrowed(dn * w, dquery.dtype.element_ty), mask=mask)
+    tl.store(dnorm + column, narrowed(dn * q, dnorm.dtype.element_ty), mask=mask)
+    if NORM:
+        dw = _add_up(dw_rows, count, column, mask, D, ROWS, COLUMNS)
+        tl.store(dweight + column, narrowed(dw, dweight.dtype.element_ty), mask=mask)
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Gradients of one aggregation that are not the sources': dprefix [N, D], dquery [D], dnorm [D], dweight [D] (None without an output norm)."""
+
+    dprefix: torch.Tensor
+    dquery: torch.Tensor
+    dnorm: torch.Tensor
+    dweight: torch.Tensor | None
+
+
+def backward(
+    sources: torch.Tensor | Sequence[torch.Tensor], gradients: torch.Tensor | Sequence[torch.Tensor] | None, kept: int, prefix: torch.Tensor, do: torch.Tensor,
+    dmoved: torch.Tensor | None, query: torch.Tensor, norm_weight: torch.Tensor, eps: float, output_weight: torch.Tensor | None, output_eps: float,
+    launch: Launch | None = None,
+) -> Sums:
+    """As `reference.aggregate_backward`, two launches. The gradients of the sources go into `gradients`, laid out as the sources are: the first `kept` are
+    added to, the others overwritten; None: they are not wanted. `prefix` is the one after the delta."""
+    tokens, width = prefix.shape
+    count = sources.shape[1] if isinstance(sources, torch.Tensor) else len(sources)
+    norm = output_weight is not None
+    r, pinned = launch_of(BACKWARD, count, norm)
+    launch = launch or pinned
+    rows = Rows(sources, r, prefix)
+    into = rows if gradients is None else Rows(gradients, r, prefix)
+    programs = max(1, min(tokens, launch.programs))
+    dprefix = torch.empty(tokens, width, dtype=prefix.dtype, device=prefix.device)
+    dn_rows = torch.empty(programs, width, dtype=torch.float32, device=prefix.device)
+    dw_rows = torch.empty_like(dn_rows) if norm else dn_rows
+    dquery, dnorm = torch.empty_like(query), torch.empty_like(norm_weight)
+    dweight = None if output_weight is None else torch.empty_like(output_weight)
+    if not tokens:
+        return Sums(dprefix, dquery.zero_(), dnorm.zero_(), None if dweight is None else dweight.zero_())
+    ahead = launch.ahead and rows.row == width and into.row == width
+    _unmix[(programs,)](
+        rows.tensors, rows.strides, into.tensors, into.strides, prefix, prefix.stride(0), dprefix, do, do.stride(0), dmoved,
+        0 if dmoved is None else dmoved.stride(0), query, norm_weight, output_weight, dn_rows, dw_rows, tokens, count, kept, eps, output_eps,
+        (OPAQUE_SHIFT,) * 3, R=r, D=width, ROW=rows.row, GRAD_ROW=into.row, VECTOR=launch.vector, THREADS=32 * launch.warps,
+        BANK=gradients is not None and count > 0, KEPT=kept > 0, ADD=dmoved is not None, NORM=norm, ALIGNED=rows.aligned and into.aligned, AHEAD=ahead,
+        SPILL=launch.spill_sums, **options(launch),
+    )
+    _finish[(triton.cdiv(width, _COLUMNS),)](dn_rows, dw_rows, programs, query, norm_weight, dquery, dnorm, dweight, D=width, NORM=norm, ROWS=_ROWS,
+                                              COLUMNS=_COLUMNS, num_warps=4, enable_fp_fusion=True)
+    return Sums(dprefix, dquery, dnorm, dweight)
