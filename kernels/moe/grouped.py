@@ -97,8 +97,9 @@ def form_of(weight: ExpertWeight) -> Form:
     return Form.FP8 if isinstance(weight, Fp8Weight) else Form.BFLOAT16
 
 
-def pinned(form: Form, activations: Activations, pairs: int, experts: int) -> Pinned:
-    """The configuration for `pairs` routed rows among `experts`."""
+def pinned(form: Form, activations: Activations, pairs: int, experts: int, latent: int) -> Pinned:
+    """The configuration for `pairs` routed rows among `experts` whose second product has `latent` features, a multiple of 128."""
     table = TABLE[form, activations is Activations.FP8_128]
     expected = pairs / experts
-    return table[sum(expected > rows for rows in ROWS)]
+    found = table[sum(expected > rows for rows in ROWS)]
+    return found if latent % found.down.features == 0 else found._replace(down=found.down._replace(features=128))

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import torch
 
+from driftline.kernels.moe.activations import Activations, rounded
+from driftline.kernels.mxfp4.reference import dequantised
+from driftline.kernels.mxfp4.weights import ExpertWeight
 from driftline.kernels.situ_glu import situ_glu
 
 __all__ = ["expert_mlp", "route"]
@@ -28,37 +31,54 @@ def route(
     return ids, picked / (picked.sum(-1, keepdim=True) + 1e-20) * scaling
 
 
+def _straight_through(x: torch.Tensor, activations: Activations) -> torch.Tensor:
+    """x rounded, with the gradient of x."""
+    if activations is Activations.SAME:
+        return x
+    return rounded(x.detach(), activations) + (x - x.detach())
+
+
 def expert_mlp(
     z: torch.Tensor,
     ids: torch.Tensor,
     gates: torch.Tensor,
-    w1: torch.Tensor,
-    w3: torch.Tensor,
-    w2: torch.Tensor,
+    w1: ExpertWeight,
+    w3: ExpertWeight,
+    w2: ExpertWeight,
     beta: float,
     linear_beta: float,
+    *,
+    activations: Activations = Activations.SAME,
 ) -> torch.Tensor:
     """z [N, Z]; ids, gates [N, k]; w1, w3 [E, I, Z], w2 [E, Z, I]. Returns [N, Z]: the gated sum over each token's experts, in slot order.
 
     Two schedules of the same sums, chosen by shape alone: all experts as one batched product when there are few tokens (decode is bound by
-    launches, not arithmetic), otherwise rows sorted by expert and one product per expert.
+    launches, not arithmetic), otherwise rows sorted by expert and one product per expert. Packed weights are unpacked whole. An id outside 0..E-1 adds
+    nothing.
     """
     tokens, top_k = ids.shape
     experts = w1.shape[0]
     wide = torch.promote_types(z.dtype, torch.float32)
+    rows_of_z = _straight_through(z, activations)
+    w1, w3, w2 = (dequantised(w, z.dtype).to(rows_of_z.dtype) for w in (w1, w3, w2))
+    exists = (ids >= 0) & (ids < experts)
+    ids, gates = torch.where(exists, ids, 0), torch.where(exists, gates, 0)
+
+    def hidden(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return _straight_through(situ_glu(gate, up, beta, linear_beta), activations)
+
     if tokens <= 8 * experts:
-        every = z.expand(experts, -1, -1)
-        hidden = situ_glu(every @ w1.mT, every @ w3.mT, beta, linear_beta)
-        outs = (hidden @ w2.mT).transpose(0, 1)
+        every = rows_of_z.expand(experts, -1, -1)
+        outs = (hidden(every @ w1.mT, every @ w3.mT) @ w2.mT).transpose(0, 1)
         picked = outs.gather(1, ids[..., None].expand(-1, -1, z.shape[1]))
     else:
         order = torch.argsort(ids.reshape(-1), stable=True)
-        rows = z.index_select(0, order // top_k)
+        rows = rows_of_z.index_select(0, order // top_k)
         counts = torch.bincount(ids.reshape(-1), minlength=experts).tolist()
         parts = []
         for e, part in enumerate(torch.split(rows, counts)):
             if part.shape[0]:
-                parts.append(situ_glu(part @ w1[e].t(), part @ w3[e].t(), beta, linear_beta) @ w2[e].t())
+                parts.append(hidden(part @ w1[e].t(), part @ w3[e].t()) @ w2[e].t())
         back = torch.empty_like(order)
         back[order] = torch.arange(order.numel(), device=order.device)
         picked = torch.cat(parts).index_select(0, back).view(tokens, top_k, -1)

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,untyped-decorator"
-"""The expert MLP as Triton kernels: weights are the matrix unit's first operand, read once a tile of tokens and decoded on their way to it.
+"""The two expert products as Triton kernels: weights are the matrix unit's first operand, read once a tile of tokens and decoded on their way to it.
 
 out^T = W x^T: the rows of a tile are features and its columns tokens, so one decoded weight serves every token of the tile, and goes from registers into the
 matrix unit with no stop in shared memory. A tile has BLOCK tokens or, at an expert's end, the least width of its kind that holds what is left; widths above
@@ -18,18 +18,22 @@ import triton.language as tl
 from driftline.kernels.moe.activations import Activations
 from driftline.kernels.moe.grouped import Form, Grouping, Product
 from driftline.kernels.moe.plan import Plan
+from driftline.kernels.moe.triton_rows import (
+    FP8,
+    MXFP4,
+    ROUND_32,
+    ROUND_128,
+    ROUNDINGS,
+    factors,
+    mxfp8,
+    narrowed,
+    ordered,
+)
 from driftline.kernels.mxfp4.triton import INTERPRETED, bfloat16_chunk, bfloat16_words, fp8_tile, memory_rows
 from driftline.kernels.mxfp4.weights import ExpertWeight, Fp8Weight, Mxfp4Weight
 from driftline.kernels.situ_glu.triton import situ
 
-__all__ = ["combine", "down", "prepare", "up"]
-
-BFLOAT16, MXFP4, FP8 = (tl.constexpr(form.value) for form in Form)
-SAME, ROUND_32, ROUND_128 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-_ROUNDINGS = {Activations.SAME: 0, Activations.FP8_32: 1, Activations.FP8_128: 2}
-_PREPARE_ROWS, _PREPARE_WARPS = 16, 4
-_COMBINE_COLUMNS, _COMBINE_WARPS = 512, 2
-
+__all__ = ["down", "up"]
 
 @triton.jit
 def _tile(w, s, at, at_scale, kb, FORM: tl.constexpr, WARPS: tl.constexpr):
@@ -83,36 +87,6 @@ def _place(feature0, BM: tl.constexpr, FORM: tl.constexpr, ROUNDING: tl.constexp
 
 
 @triton.jit
-def _ordered(tile, FORM: tl.constexpr, ROUNDING: tl.constexpr):
-    """[N, C] whose columns are features in order, to the order in which the weights of the next product come out of their words."""
-    N: tl.constexpr = tile.shape[0]
-    C: tl.constexpr = tile.shape[1]
-    if FORM == MXFP4:
-        if ROUNDING == ROUND_128:
-            return tl.reshape(tl.permute(tl.reshape(tile, (N, C // 128, 4, 4, 2, 4)), (0, 1, 4, 3, 2, 5)), (N, C))
-        Q: tl.constexpr = min(C, 128) // 32
-        return tl.reshape(tl.permute(tl.reshape(tile, (N, C // (32 * Q), Q, 4, 2, 4)), (0, 1, 5, 3, 2, 4)), (N, C))
-    return tile
-
-
-@triton.jit
-def _mxfp8(groups):
-    """[G, 32, N] fp32, rounded to E4M3 times a power of two a group, as `activations.round_to_mxfp8`."""
-    bits = tl.max(tl.abs(groups), axis=1).to(tl.int32, bitcast=True)
-    power = tl.maximum((bits >> 23) + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32) - 8, 27)
-    up = (power << 23).to(tl.float32, bitcast=True)
-    down = ((254 - power) << 23).to(tl.float32, bitcast=True)
-    return (groups * down[:, None, :]).to(tl.float8e4nv).to(tl.float32) * up[:, None, :]
-
-
-@triton.jit
-def _factors(largest):
-    """(what values are multiplied by, what they are stored with) for E4M3 with an fp32 scale, as `activations.quantise`."""
-    largest = tl.maximum(largest, 1e-30)
-    return tl.div_rn(tl.full(largest.shape, 448.0, tl.float32), largest), tl.div_rn(largest, tl.full(largest.shape, 448.0, tl.float32))
-
-
-@triton.jit
 def _finish(g, u, h, hs, feature0, start, count, rows, beta, linear_beta, over_beta, over_linear_beta, F: tl.constexpr, FORM: tl.constexpr,
             ROUNDING: tl.constexpr, WARPS: tl.constexpr):
     """SiTU-GLU of g, u [BM, N] and its rounding, to rows start.. of h."""
@@ -123,12 +97,12 @@ def _finish(g, u, h, hs, feature0, start, count, rows, beta, linear_beta, over_b
         value = memory_rows(value, WARPS)
     row = tl.arange(0, N)
     if ROUNDING == ROUND_32:
-        value = tl.reshape(_mxfp8(tl.reshape(value, (BM // 32, 32, N))), (BM, N))
+        value = tl.reshape(mxfp8(tl.reshape(value, (BM // 32, 32, N))), (BM, N))
     elif ROUNDING == ROUND_128:
-        times, factor = _factors(tl.max(tl.abs(value), axis=0))
+        times, factor = factors(tl.max(tl.abs(value), axis=0))
         value = value * times[None, :]
         tl.store(hs + feature0 // 128 * rows + start + row, factor, mask=row < count)
-    out = _ordered(tl.trans(value), FORM, ROUNDING).to(h.dtype.element_ty)
+    out = ordered(tl.trans(narrowed(value, h.dtype.element_ty)), FORM, ROUNDING)
     at = (start + row)[:, None] * F + _place(feature0, BM, FORM, ROUNDING)[None, :]
     tl.store(h + at, out, mask=(row < count)[:, None])
 
@@ -217,7 +191,7 @@ def _write(total, y, feature0, start, count, F: tl.constexpr, FORM: tl.constexpr
         total = memory_rows(total, WARPS)
     row = tl.arange(0, N)
     at = (start + row)[:, None] * F + (feature0 + tl.arange(0, BM))[None, :]
-    tl.store(y + at, tl.trans(total).to(y.dtype.element_ty), mask=(row < count)[:, None])
+    tl.store(y + at, tl.trans(narrowed(total, y.dtype.element_ty)), mask=(row < count)[:, None])
 
 
 @triton.jit
@@ -274,37 +248,6 @@ def _down(h, hs, w2, s2, starts, tile_expert, tile_start, y, rows, K: tl.constex
                 _down_tile(h, hs, w2, s2, y, expert, feature0, start, count, rows, K, F, BM, WIDTHS[i][0], WIDTHS[i][1], UNITS, FORM, ROUNDING, WARPS, STAGES)
 
 
-@triton.jit(do_not_specialize=["tokens"])
-def _prepare(z, out, scale, tokens, K: tl.constexpr, FORM: tl.constexpr, ROUNDING: tl.constexpr, ROWS: tl.constexpr):
-    """ROWS tokens, 128 columns: rounded, and in the order of the weights."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    at = row.to(tl.int64)[:, None] * K + tl.program_id(1) * 128 + tl.arange(0, 128)[None, :]
-    inside = row < tokens
-    value = tl.load(z + at, mask=inside[:, None], other=0).to(tl.float32)
-    if ROUNDING == ROUND_32:
-        value = tl.trans(tl.reshape(_mxfp8(tl.reshape(tl.trans(value), (4, 32, ROWS))), (128, ROWS)))
-    elif ROUNDING == ROUND_128:
-        times, factor = _factors(tl.max(tl.abs(value), axis=1))
-        value = value * times[:, None]
-        tl.store(scale + tl.program_id(1) * tokens + row, factor, mask=inside)
-    tl.store(out + at, _ordered(value, FORM, ROUNDING).to(out.dtype.element_ty), mask=inside[:, None])
-
-
-@triton.jit
-def _combine(y, rows, starts, gates, out, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, Z: tl.constexpr, COLUMNS: tl.constexpr):
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = column < Z
-    held = tl.load(starts + EXPERTS)
-    total = tl.zeros((COLUMNS,), tl.float32)
-    for slot in tl.static_range(TOP_K):
-        row = tl.load(rows + token * TOP_K + slot)
-        gate = tl.load(gates + token * TOP_K + slot).to(tl.float32)
-        value = tl.load(y + row.to(tl.int64) * Z + column, mask=inside & (row < held), other=0).to(tl.float32)
-        total += tl.where(row < held, gate, 0.0) * value
-    tl.store(out + token * Z + column, total.to(out.dtype.element_ty), mask=inside)
-
-
 def _operands(weight: ExpertWeight, rounding: Activations) -> tuple[torch.Tensor, torch.Tensor]:
     """The weights and their scales as the kernels read them: words, or bytes where E4M3 is made of them; scales four to a word."""
     if isinstance(weight, Mxfp4Weight):
@@ -312,19 +255,6 @@ def _operands(weight: ExpertWeight, rounding: Activations) -> tuple[torch.Tensor
     if isinstance(weight, Fp8Weight):
         return weight.values, weight.scale
     return weight, weight
-
-
-def prepare(z: torch.Tensor, form: Form, rounding: Activations) -> tuple[torch.Tensor, torch.Tensor]:
-    """z [N, Z] as the first product reads it, and its scales [Z / 128, N] (or nothing of use)."""
-    if form is not Form.MXFP4 and rounding is Activations.SAME:
-        return z, z
-    tokens, width = z.shape
-    fp8 = rounding is Activations.FP8_128
-    out = torch.empty(tokens, width, dtype=torch.float8_e4m3fn if fp8 else torch.bfloat16, device=z.device)
-    scale = torch.empty(width // 128, tokens, dtype=torch.float32, device=z.device) if fp8 else out
-    _prepare[(triton.cdiv(tokens, _PREPARE_ROWS), width // 128)](z, out, scale, tokens, K=width, FORM=form.value, ROUNDING=_ROUNDINGS[rounding],
-                                                                 ROWS=_PREPARE_ROWS, num_warps=_PREPARE_WARPS, enable_fp_fusion=False)
-    return out, scale
 
 
 def up(x: torch.Tensor, xs: torch.Tensor, w1: ExpertWeight, w3: ExpertWeight, plan: Plan, h: torch.Tensor, hs: torch.Tensor, *, top_k: int, beta: float,
@@ -337,7 +267,7 @@ def up(x: torch.Tensor, xs: torch.Tensor, w1: ExpertWeight, w3: ExpertWeight, pl
         x, xs, a1, s1, a3, s3, plan.pairs, plan.starts, plan.tile_expert, plan.tile_start, h, hs, x.shape[0], h.shape[0], beta, linear_beta, 1.0 / beta,
         1.0 / linear_beta, TOP_K=top_k, K=width, F=features, BM=product.features, BLOCK=grouping.block, WIDTHS=((0, 0), *grouping.widths), UNITS=a1.shape[-1] // (width // 128),
         FORM=form.value,
-        ROUNDING=_ROUNDINGS[rounding], WARPS=product.warps, STAGES=product.stages, num_warps=product.warps, enable_fp_fusion=True)
+        ROUNDING=ROUNDINGS[rounding], WARPS=product.warps, STAGES=product.stages, num_warps=product.warps, enable_fp_fusion=True)
 
 
 def down(h: torch.Tensor, hs: torch.Tensor, w2: ExpertWeight, plan: Plan, y: torch.Tensor, *, grouping: Grouping, product: Product, form: Form,
@@ -347,13 +277,5 @@ def down(h: torch.Tensor, hs: torch.Tensor, w2: ExpertWeight, plan: Plan, y: tor
     a2, s2 = _operands(w2, rounding)
     _down[(plan.tile_expert.numel() * (features // product.features),)](
         h, hs, a2, s2, plan.starts, plan.tile_expert, plan.tile_start, y, h.shape[0], K=width, F=features, BM=product.features, BLOCK=grouping.block,
-        WIDTHS=((0, 0), *grouping.widths), UNITS=a2.shape[-1] // (width // 128), FORM=form.value, ROUNDING=_ROUNDINGS[rounding], WARPS=product.warps, STAGES=product.stages, num_warps=product.warps,
+        WIDTHS=((0, 0), *grouping.widths), UNITS=a2.shape[-1] // (width // 128), FORM=form.value, ROUNDING=ROUNDINGS[rounding], WARPS=product.warps, STAGES=product.stages, num_warps=product.warps,
         enable_fp_fusion=True)
-
-
-def combine(y: torch.Tensor, plan: Plan, gates: torch.Tensor, out: torch.Tensor) -> None:
-    """out [N, Z]: over a token's slots in order, gate times its expert's row, in fp32. A slot without an expert adds nothing."""
-    tokens, top_k = gates.shape
-    width = out.shape[1]
-    _combine[(tokens, triton.cdiv(width, _COMBINE_COLUMNS))](y, plan.rows, plan.starts, gates, out, EXPERTS=plan.starts.numel() - 1, TOP_K=top_k, Z=width,
-                                                             COLUMNS=_COMBINE_COLUMNS, num_warps=_COMBINE_WARPS, enable_fp_fusion=True)
