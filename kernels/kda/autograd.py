@@ -19,7 +19,7 @@ class KimiDeltaAttention(torch.autograd.Function):
     """kda over the kernels: gradients to every tensor argument but cu_seqlens, in the arguments' dtypes."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, z: torch.Tensor, beta: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor,
         lower_bound: float, initial_state: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -29,7 +29,7 @@ class KimiDeltaAttention(torch.autograd.Function):
         return forward(kernel_inputs(q, k, v, z, beta, a_log, dt_bias, lower_bound, initial_state), cu_seqlens)
 
     @staticmethod
-    def backward(ctx: Any, do: torch.Tensor | None, dfinal_state: torch.Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, do: torch.Tensor | None, dfinal_state: torch.Tensor | None) -> tuple[Any, ...]:
         from driftline.kernels.kda.backward import kda_backward
 
         q, k, v, z, beta, a_log, dt_bias, initial_state, cu_seqlens = ctx.saved_tensors
@@ -46,6 +46,7 @@ def kda_by_kernels(
     """kda for tensors that the kernels take, with a gradient when one of them asks for it."""
     given = (q, k, v, z, beta, a_log, dt_bias, initial_state)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):
-        o, final = KimiDeltaAttention.apply(q, k, v, z, beta, a_log, dt_bias, lower_bound, initial_state, cu_seqlens)
+        o, final = KimiDeltaAttention.apply(  # type: ignore[no-untyped-call]
+            q, k, v, z, beta, a_log, dt_bias, lower_bound, initial_state, cu_seqlens)
         return o, final
     return forward(kernel_inputs(q, k, v, z, beta, a_log, dt_bias, lower_bound, initial_state), cu_seqlens)

@@ -104,7 +104,7 @@ def layout_of(batch: int, steps: int, cu_seqlens: torch.Tensor | None, tokens: i
     pieces = steps // tokens + sequences
     table = torch.empty(pieces, 4, dtype=torch.int32, device=cu_seqlens.device)
     offsets = torch.empty(sequences + 1, dtype=torch.int32, device=cu_seqlens.device)
-    chunk_table[(sequences + 1,)](cu_seqlens, table, offsets, sequences, pieces, C=tokens, BLOCK=128, num_warps=4)
+    chunk_table[(sequences + 1,)](cu_seqlens, table, offsets, sequences, pieces, C=tokens, BLOCK=128, num_warps=4, enable_fp_fusion=True)
     return Layout(sequences, pieces, 1, table, offsets)
 
 

@@ -6,6 +6,8 @@ torch functions of `reference.py` and `chunk.py`, composed, in fp32 or wider and
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 
 from driftline.kernels.dispatch import runs_triton
@@ -79,10 +81,11 @@ def kda_composed(
         return o.to(v.dtype), final
     bounds = cu_seqlens.tolist()
     outs, states = [], []
-    for n, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for n, (start, stop) in enumerate(pairwise(bounds)):
         o, final = vw[:, start:stop], state[n : n + 1]
         if stop > start:
-            o, final = kda_chunk(*(x[:, start:stop] for x in (qn, kn, vw, g, b)), final)
+            at = slice(start, stop)
+            o, final = kda_chunk(qn[:, at], kn[:, at], vw[:, at], g[:, at], b[:, at], final)
         outs.append(o)
         states.append(final)
     return torch.cat(outs, 1).to(v.dtype), torch.cat(states)

@@ -111,8 +111,8 @@ def _inverse(a, block, column, C: tl.constexpr):
     t = tl.where(row == col, 1.0, 0.0) + d * 0.0
     for j in tl.static_range(15):
         weights = tl.sum(tl.where(col == j, d, 0.0), 2)
-        solved = tl.sum(tl.where(row == j, t, 0.0), 1)
-        t -= weights[:, :, None] * solved[:, None, :]
+        known = tl.sum(tl.where(row == j, t, 0.0), 1)
+        t -= weights[:, :, None] * known[:, None, :]
     t = tl.reshape(tl.where(diagonal, tl.broadcast_to(t[:, :, None, :], [4, 16, 4, 16]), 0.0), [C, C])
     t -= _half_dot(t, _half_dot(tl.where((block == column + 1) & (column % 2 == 0), a, 0.0), t))
     t -= _half_dot(t, _half_dot(tl.where((block >= 2) & (column < 2), a, 0.0), t))
@@ -195,4 +195,5 @@ def prepare_chunks(q, k, z, beta, a_log, dt_bias, table, k_grow, q_grow, k_tail,
     tl.store(betas + tile.to(tl.int64) * C + p, b)
     a = _scores(k_rows, same, one, two, three, block, column)
     a = tl.where(i > j, a * b[:, None], 0.0)
-    tl.store(inverse + square, _inverse(a, block, column, C).to(tl.bfloat16))
+    solved = _inverse(a, block, column, C)
+    tl.store(inverse + square, solved.to(tl.bfloat16))

@@ -58,7 +58,7 @@ def walk_chunks(v, k_grow, q_grow, k_tail, inverse, a_qk, decay, betas, cu_seqle
     hi = chunks
     if SEGMENT > 0:
         hi = tl.minimum(lo + SEGMENT, chunks)
-        if SUMMARY:
+        if SUMMARY:  # noqa: SIM102 - decided when the kernel is compiled, the inner one when it runs
             if hi == chunks:
                 return
     else:

@@ -6,8 +6,12 @@ order depends on an element's place. Here a product adds one term after the othe
 
 from __future__ import annotations
 
+import importlib.util
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +20,7 @@ import torch
 from triton.language import bfloat16, float32
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-__all__ = ["GATES", "KEYS", "Raw", "as_the_device", "raw", "relative"]
+__all__ = ["DOUBLED", "GATES", "KEYS", "LATE_ANCHOR", "Raw", "altered", "as_the_device", "edited", "raw", "relative"]
 
 KEYS = ("random", "identical", "near_identical", "correlated")
 GATES = ("fast", "mixed", "slow", "fastest")
@@ -37,7 +41,8 @@ class Raw(NamedTuple):
         return Raw(*(x.double() for x in self))
 
     def tokens(self, start: int, stop: int) -> Raw:
-        return Raw(*(x[:, start:stop] for x in self[:5]), *self[5:])
+        at = slice(start, stop)
+        return Raw(self.q[:, at], self.k[:, at], self.v[:, at], self.z[:, at], self.beta[:, at], self.a_log, self.dt_bias)
 
 
 def raw(batch: int, steps: int, heads: int, *, keys: str = "random", gate: str = "slow", seed: int = 0, device: str = "cpu") -> Raw:
@@ -63,7 +68,18 @@ def raw(batch: int, steps: int, heads: int, *, keys: str = "random", gate: str =
             dt_bias = dt_bias * 0.1
         case "fastest":
             z, dt_bias = z * 0 + 8.0, dt_bias * 0 + 8.0
-    return Raw(*(x.to(torch.bfloat16) for x in (q, k, v, z, beta)), a_log, dt_bias)
+    half = torch.bfloat16
+    return Raw(q.to(half), k.to(half), v.to(half), z.to(half), beta.to(half), a_log, dt_bias)
+
+
+def edited(x: Raw, token: int) -> Raw:
+    """Everything from this token on is something else."""
+    other = raw(x.q.shape[0], x.q.shape[1], x.q.shape[2], seed=77, gate="fast", device=x.q.device.type)
+
+    def joined(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return torch.cat([a[:, :token], b[:, token:]], 1)
+
+    return Raw(joined(x.q, other.q), joined(x.k, other.k), joined(x.v, other.v), joined(x.z, other.z), joined(x.beta, other.beta), x.a_log, x.dt_bias)
 
 
 def relative(value: torch.Tensor, exact: torch.Tensor) -> float:
@@ -71,10 +87,42 @@ def relative(value: torch.Tensor, exact: torch.Tensor) -> float:
     return float((value.double() - exact.double()).norm() / exact.double().norm().clamp_min(1e-300))
 
 
-def _values(handle: Any) -> np.ndarray:
-    if handle.dtype.scalar == bfloat16:
-        return (handle.data.astype(np.uint32) << 16).view(np.float32)
-    return handle.data.astype(np.float32)
+LATE_ANCHOR = "tl.exp2(inside - total[None, :, None, :]).to(tl.bfloat16).to(tl.float32) * tl.exp2(total)[None, :, None, :]"
+"""For `grow`: the same function, rounded relative to the end of the row's block, so to tokens after it."""
+
+DOUBLED = """
+
+@triton.jit
+def _doubled(a, i, j):
+    t = tl.where(i == j, 1.0, 0.0) - a
+    power = a
+    for _ in tl.static_range(5):
+        power = _half_dot(power, power)
+        t += _half_dot(t, power)
+    return t
+"""
+"""For `solved`, as `_doubled(a, i, j)`: the inverse by Neumann doubling in fp16."""
+
+
+def altered(kernels: ModuleType, folder: Path, more: str = "", **lines: str) -> ModuleType:
+    """A copy of a module of kernels, with more code at its end, in which each named assignment computes something else: to show that a check can fail."""
+    source = Path(str(kernels.__file__)).read_text() + more
+    for name, value in lines.items():
+        source, count = re.subn(rf"^(    {name} = ).*$", rf"\g<1>{value}", source, flags=re.MULTILINE)
+        assert count == 1, f"{name} is assigned {count} times"
+    path = folder / f"altered_{kernels.__name__.rsplit('.', 1)[-1]}.py"
+    path.write_text(source)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _values(handle: Any) -> np.ndarray[Any, np.dtype[np.float32]]:
+    data: np.ndarray[Any, Any] = handle.data
+    return (data.astype(np.uint32) << 16).view(np.float32) if handle.dtype.scalar == bfloat16 else data.astype(np.float32)
 
 
 def _dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
