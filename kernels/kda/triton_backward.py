@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from driftline.kernels.kda.triton_backward_decay import BLOCK, CHUNK, WIDTH
+from driftline.kernels.kda.triton_backward_decay import BLOCK, CHUNK, WIDTH, sums
 from driftline.kernels.kda.triton_backward_gradients import fold, gradients
 from driftline.kernels.kda.triton_backward_prepare import prepare
 from driftline.kernels.kda.triton_backward_scan import scan
@@ -105,6 +105,7 @@ def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, z: torch.Tensor,
     ddt_bias = torch.empty(heads * WIDTH, dtype=torch.float32, device=device)
     dinitial = torch.empty(sequences, heads, WIDTH, WIDTH, dtype=torch.float32, device=device)
     place = (chunks.owner, chunks.first, chunks.bounds)
+    matrices = sums(device)
     varlen = cu_seqlens is not None
     shape = {"VARLEN": varlen, "CHUNK": CHUNK, "WIDTH": WIDTH}
 
@@ -121,7 +122,7 @@ def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, z: torch.Tensor,
         sizes = (steps, chunks.each, heads, head0, group)
         if chunks.slots:
             prepare[(chunks.slots, group)](
-                q, k, v, z, beta, a_log, dt_bias, *place, w, u, qbar, ktail, t, p, decay, *sizes, lower_bound,
+                q, k, v, z, beta, a_log, dt_bias, matrices, *place, w, u, qbar, ktail, t, p, decay, states, *sizes, 0, lower_bound,
                 **shape, BLOCK=BLOCK, WIDE=config.prepare_wide, num_warps=config.prepare_warps, num_stages=1)
         if sequences:
             scan[(2 * WIDTH // config.scan_values, group, sequences)](
@@ -130,8 +131,8 @@ def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, z: torch.Tensor,
                 BV=config.scan_values, STAGES=config.scan_stages, num_warps=config.scan_warps)
         if chunks.slots:
             gradients[(chunks.slots, group)](
-                q, k, z, beta, a_log, dt_bias, do, *place, u, w, qbar, ktail, t, p, decay, states, dstates, dq, dk, dv, dz, dbeta, dbias, share, *sizes,
-                lower_bound, **shape, BLOCK=BLOCK, WIDE=config.gradients_wide, BV=config.gradients_values, num_warps=config.gradients_warps, num_stages=1)
-        fold[(group,)](dbias, ddt_bias, chunks.slots, group, head0, WIDE=WIDTH, ROWS=16, num_warps=4)
-        fold[(group,)](share, da_log, chunks.slots, group, head0, WIDE=1, ROWS=1024, num_warps=4)
+                q, k, z, beta, a_log, dt_bias, do, matrices, *place, u, w, qbar, ktail, t, p, decay, states, dstates, dq, dk, dv, dz, dbeta, dbias, share, *sizes,
+                0, lower_bound, **shape, BLOCK=BLOCK, WIDE=config.gradients_wide, BV=config.gradients_values, num_warps=config.gradients_warps, num_stages=1)
+        fold[(group,)](dbias, ddt_bias, chunks.slots, group, head0, WIDE=WIDTH, LINES=16, num_warps=4)
+        fold[(group,)](share, da_log, chunks.slots, group, head0, WIDE=1, LINES=1024, num_warps=4)
     return Gradients(dq, dk, dv, dz, dbeta, da_log, ddt_bias, dinitial)

@@ -1,24 +1,26 @@
 # mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,untyped-decorator"
 """What every kernel of the backward computes alike from the raw inputs of one chunk: where it lies, its unit keys, its gates and their decays.
 
-A chunk is 64 tokens of one head; the gates of 16 of them span at most 80 nats, those of the whole chunk 320, more than fp32 holds. So decays are
-kept as factors that are safe one by one. With `local` the inclusive sum of g (in bits) inside a token's block of 16, `total` the block's own sum:
+A chunk is 64 tokens of one head in four blocks of 16; the gates of 16 tokens span at most 80 nats, those of the whole chunk 320, more than fp32
+holds. So e^(G_i - G_j), i >= j, is always a row factor times a column factor that are safe one by one, anchored at the start of the row's block:
 
-    rise = 2^(local + SHIFT)            from the block's start to the token
-    tail = 2^(total - local - SHIFT)    from the token to the block's end
-    back = 2^(-local - SHIFT)           from the token to the block's start, for pairs of one block only
+    row i of block b:      rise_i = 2^(the sum of g from the block's start to i)
+    column j, for rows of block b:   2^(the sum of g after j, up to the block's start), and 2^-(the sum from the start to j) inside the block
 
-Each e^(G_i - G_j), i >= j, is then a product of one row factor, one column factor and factors of whole blocks that are at most 1: `rise_i back_j`
-inside a block, `rise_i tail_j` between neighbours, and `rise_i tail_j` times the blocks between otherwise. SHIFT is exact (a power of two), and
-centres `rise` and `back` in fp32's and bfloat16's range. No factor depends on a later token than the block it belongs to.
+The latter is at most e^80; rows are scaled by 2^58 and columns by 2^-58, exactly, which centres both in the range. Every such sum over tokens is
+a product with a matrix of 0, 1 and -1 (`SUMS`), the gates being split in two bfloat16: to 2^-16 of the sum, and without a single shuffle.
 """
 
 from __future__ import annotations
 
+from functools import cache
+
+import torch
 import triton
 import triton.language as tl
 
-__all__ = ["BLOCK", "CHUNK", "SHIFT", "WIDTH", "add_dot", "as_stored", "columns", "decays", "dot", "gates", "later_rows", "length", "narrow", "place", "rows", "sigmoid"]
+__all__ = ["AFTER", "BLOCK", "CHUNK", "COLUMNS", "DOWN", "END", "GROW", "INTERPRETED", "LOG2E", "LOWER", "RISE", "SINCE", "START", "TAIL", "UNTIL", "UP", "UPPER",
+           "WIDTH", "add_dot", "as_stored", "dot", "gates", "length", "narrow", "place", "rows", "sigmoid", "split", "summed", "sums"]
 
 CHUNK = 64
 """Tokens of a chunk. Chunks begin at multiples of it from each sequence's start."""
@@ -29,8 +31,30 @@ BLOCK = 16
 WIDTH = 128
 """Channels of a key and of a value."""
 
-SHIFT = tl.constexpr(58.0)
-"""Half of 16 x 5 nats, in bits."""
+UP = tl.constexpr(2.0**58)
+"""e^40 to the nearest power of two: half of 16 x 5 nats."""
+
+DOWN = tl.constexpr(2.0**-58)
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+RISE, COLUMNS, END, GROW, TAIL, LOWER, UPPER, START, AFTER, SINCE, UNTIL = (tl.constexpr(n) for n in (0, 1, 5, 6, 7, 8, 9, 10, 11, 12, 13))
+"""Where in `sums` what is: four COLUMNS, one for each row's block."""
+
+
+@cache
+def sums(device: torch.device) -> torch.Tensor:
+    """bf16 [14, 64, 64]: sums over tokens (columns) for each token (row). r, b: the row and its block, s, c: the column and its block.
+
+    RISE c = b, s <= r.  COLUMNS[x] b < x: s > r, c < x; b = x: -RISE.  END s > r.  GROW s <= r.  TAIL c = b, s > r.  LOWER 2 <= c < b.  UPPER b < c < 2.
+    START c < b.  AFTER c > b.  SINCE s >= r.  UNTIL s < r."""
+    r, s = torch.arange(CHUNK)[:, None], torch.arange(CHUNK)[None, :]
+    b, c = r // BLOCK, s // BLOCK
+    rise, half = (b == c) & (s <= r), CHUNK // BLOCK // 2
+    columns = [((b < x) & (s > r) & (c < x)).float() - ((b == x) & rise).float() for x in range(CHUNK // BLOCK)]
+    rest = (s > r, s <= r, (b == c) & (s > r), (half <= c) & (c < b), (b < c) & (c < half), c < b, c > b, s >= r, s < r)
+    return torch.stack([rise.float(), *columns, *(x.float() for x in rest)]).to(device=device, dtype=torch.bfloat16)
+
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 """Triton's interpreter multiplies the bits of bfloat16 as integers; there the operands are widened first, which is exact. And it narrows by cutting off, where the device rounds to nearest."""
@@ -38,17 +62,18 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 @triton.jit
 def narrow(x):
-    """fp32 to bfloat16, to nearest, ties to even."""
+    """fp32 to bfloat16, to nearest, ties to even, two to an instruction."""
     if INTERPRETED:
         bits = x.to(tl.uint32, bitcast=True)
-        x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
-    return x.to(tl.bfloat16)
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True).to(tl.bfloat16)
+    else:
+        return tl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2)
 
 
 @triton.jit
 def as_stored(x, pointer):
     """fp32 in the type that the pointer points to."""
-    if pointer.dtype.element_ty == tl.bfloat16:
+    if pointer.dtype.element_ty == tl.bfloat16 and len(x.shape) == 2:
         return narrow(x)
     else:
         return x.to(pointer.dtype.element_ty)
@@ -91,14 +116,14 @@ def place(chunk, steps, chunks_each, owner, first, bounds, VARLEN: tl.constexpr,
 def rows(tensor, begin, valid, head, heads, channel, WIDE: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr):
     """[64, WIDE] from `channel` on of a [rows, heads, 128] tensor, zero where there is no row."""
     row = tl.arange(0, CHUNK)[:, None]
-    at = (begin * heads + head) * WIDTH + row.to(tl.int64) * heads * WIDTH + channel + tl.arange(0, WIDE)[None, :]
-    return tl.load(tensor + at, mask=row < valid, other=0.0)
+    base = tensor + ((begin * heads + head) * WIDTH + channel)
+    return tl.load(base + (row * (heads * WIDTH) + tl.arange(0, WIDE)[None, :]), mask=row < valid, other=0.0)
 
 
 @triton.jit
 def sigmoid(x):
     """To 2^-21, in five instructions: a division takes three times as many."""
-    root = tl.rsqrt(1.0 + tl.exp2(-1.4426950408889634 * x))
+    root = tl.rsqrt(1.0 + tl.exp2(x * -LOG2E))
     return root * root
 
 
@@ -117,29 +142,15 @@ def gates(z, dt_bias, speed, begin, valid, head, heads, channel, WIDE: tl.conste
 
 
 @triton.jit
-def decays(gate, WIDE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    """From g in bits [64, WIDE]: local [4, 16, WIDE]; and of each block [4, WIDE] its total, what lies before it and what after it, inside the chunk."""
-    blocks = tl.reshape(gate, [CHUNK // BLOCK, BLOCK, WIDE])
-    local = tl.cumsum(blocks, axis=1)
-    total = tl.sum(blocks, axis=1)
-    before = tl.cumsum(total, axis=0) - total
-    after = tl.sum(total, axis=0)[None, :] - before - total
-    return local, total, before, after
+def split(x):
+    """fp32 as two bfloat16 whose sum is x to 2^-16: its upper half, cut off, and the rest."""
+    high = (x.to(tl.uint32, bitcast=True) & 0xFFFF0000).to(tl.float32, bitcast=True)
+    return narrow(high), narrow(x - high)
 
 
 @triton.jit
-def columns(tail, back, total, before, block: tl.constexpr, WIDE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    """The column side of every pair whose row is in `block`: [64, WIDE] bf16, zero for later blocks. tail, back [4, 16, WIDE]."""
-    which = tl.arange(0, CHUNK // BLOCK)[:, None]
-    anchor = tl.sum(tl.where(which == block, before, 0.0), axis=0)[None, :]
-    between = tl.exp2(tl.where(which < block, anchor - before - total, float("-inf")))
-    return narrow(tl.reshape(tl.where((which == block)[:, :, None], back, tail * between[:, None, :]), [CHUNK, WIDE]))
-
-
-@triton.jit
-def later_rows(rise, total, before, block: tl.constexpr, WIDE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    """The row side of every pair whose column is in `block` and whose row is in a later one: [64, WIDE] bf16, zero elsewhere. rise [4, 16, WIDE]."""
-    which = tl.arange(0, CHUNK // BLOCK)[:, None]
-    anchor = tl.sum(tl.where(which == block, before + total, 0.0), axis=0)[None, :]
-    between = tl.exp2(tl.where(which > block, before - anchor, float("-inf")))
-    return narrow(tl.reshape(rise * between[:, None, :], [CHUNK, WIDE]))
+def summed(matrices, which: tl.constexpr, high, low, CHUNK: tl.constexpr):
+    """The sums over tokens that matrix `which` says, of high + low [64, WIDE]: fp32."""
+    at = tl.arange(0, CHUNK)[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+    matrix = tl.load(matrices + which * CHUNK * CHUNK + at)
+    return add_dot(matrix, high, dot(matrix, low))

@@ -16,10 +16,14 @@ import triton
 import triton.language as tl
 
 from driftline.kernels.kda.triton_backward_decay import (
-    SHIFT,
+    COLUMNS,
+    DOWN,
+    END,
+    GROW,
+    LOG2E,
+    RISE,
+    UP,
     add_dot,
-    columns,
-    decays,
     dot,
     gates,
     length,
@@ -27,22 +31,18 @@ from driftline.kernels.kda.triton_backward_decay import (
     place,
     rows,
     sigmoid,
+    split,
+    summed,
 )
 
 __all__ = ["prepare"]
 
 
 @triton.jit
-def _split(x):
-    high = narrow(x)
-    return high, narrow(x - high.to(tl.float32))
-
-
-@triton.jit
 def _product(a, b):
     """a @ b of fp32, to 2^-16."""
-    a_high, a_low = _split(a)
-    b_high, b_low = _split(b)
+    a_high, a_low = split(a)
+    b_high, b_low = split(b)
     return add_dot(a_high, b_high, add_dot(a_high, b_low, dot(a_low, b_high)))
 
 
@@ -65,21 +65,28 @@ def _invert_blocks(a, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def prepare(q, k, v, z, beta, a_log, dt_bias, owner, first, bounds, w_out, u_out, qbar_out, ktail_out, t_out, p_out, decay_out, steps, chunks_each, heads,
-            head0, group, lower_bound, VARLEN: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr):
+def prepare(q, k, v, z, beta, a_log, dt_bias, matrices, owner, first, bounds, w_out, u_out, qbar_out, ktail_out, t_out, p_out, decay_out, rows_out, steps, chunks_each, heads,
+            head0, group, zero, lower_bound, VARLEN: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr):
     """One chunk of one head a program. Outputs bf16 [chunks, group, 64, 128] (t, p: [.., 64, 64]), decay fp32 [chunks, group, 128]; zero rows where no token is."""
     chunk = tl.program_id(0)
     head = head0 + tl.program_id(1)
     begin, valid = place(chunk, steps, chunks_each, owner, first, bounds, VARLEN, CHUNK)
     if valid <= 0:
         return
-    N: tl.constexpr = CHUNK // BLOCK
     row = tl.arange(0, CHUNK)
     i = row[:, None]
     j = row[None, :]
     tile = chunk.to(tl.int64) * group + tl.program_id(1)
+    w_out += tile * CHUNK * WIDTH
+    u_out += tile * CHUNK * WIDTH
+    qbar_out += tile * CHUNK * WIDTH
+    ktail_out += tile * CHUNK * WIDTH
+    rows_out += tile * WIDTH * WIDTH
+    t_out += tile * CHUNK * CHUNK
+    p_out += tile * CHUNK * CHUNK
+    decay_out += tile * WIDTH
+    square = i * CHUNK + j
     speed = tl.exp(tl.load(a_log + head).to(tl.float32))
-    bound = lower_bound * 1.4426950408889634
     k_scale = length(k, begin, valid, head, heads, CHUNK, WIDTH)
     q_scale = length(q, begin, valid, head, heads, CHUNK, WIDTH) * (WIDTH ** -0.5)
     strength = sigmoid(tl.load(beta + (begin + row) * heads + head, mask=row < valid, other=0.0).to(tl.float32))
@@ -88,50 +95,50 @@ def prepare(q, k, v, z, beta, a_log, dt_bias, owner, first, bounds, w_out, u_out
     pairs = tl.zeros([CHUNK, CHUNK], tl.float32)
     scores = tl.zeros([CHUNK, CHUNK], tl.float32)
     for channel in range(0, WIDTH, WIDE):
-        gate = bound * sigmoid(gates(z, dt_bias, speed, begin, valid, head, heads, channel, WIDE, CHUNK, WIDTH))
-        local, total, before, after = decays(tl.where(i < valid, gate, 0.0), WIDE, CHUNK, BLOCK)
-        keys = tl.reshape(rows(k, begin, valid, head, heads, channel, WIDE, CHUNK, WIDTH).to(tl.float32) * k_scale[:, None], [N, BLOCK, WIDE])
-        queries = tl.reshape(rows(q, begin, valid, head, heads, channel, WIDE, CHUNK, WIDTH).to(tl.float32) * q_scale[:, None], [N, BLOCK, WIDE])
-        rise = tl.exp2(local + SHIFT)
-        k_rise = keys * rise
-        q_rise = queries * rise
-        tail = keys * tl.exp2(total[:, None, :] - local - SHIFT)
-        back = keys * tl.exp2(-local - SHIFT)
-        lane = channel + tl.arange(0, WIDE)
-        at = tile * CHUNK * WIDTH + i * WIDTH + lane[None, :]
-        start = tl.exp2(before - SHIFT)[:, None, :]
-        tl.store(w_out + at, narrow(tl.reshape(k_rise * start, [CHUNK, WIDE]) * strength[:, None]))
-        tl.store(qbar_out + at, narrow(tl.reshape(q_rise * start, [CHUNK, WIDE])))
-        tl.store(ktail_out + at, narrow(tl.reshape(tail * tl.exp2(after + SHIFT)[:, None, :], [CHUNK, WIDE])))
-        tl.store(decay_out + tile * WIDTH + lane, tl.exp2(tl.sum(total, axis=0)))
-        k_row = narrow(tl.reshape(k_rise, [CHUNK, WIDE]))
-        q_row = narrow(tl.reshape(q_rise, [CHUNK, WIDE]))
-        for block in tl.static_range(N):
-            column = tl.trans(columns(tail, back, total, before, block, WIDE, CHUNK, BLOCK))
+        still = channel * zero
+        gate = lower_bound * LOG2E * sigmoid(gates(z, dt_bias, speed, begin, valid, head, heads, channel, WIDE, CHUNK, WIDTH))
+        high, low = split(tl.where(i < valid, gate, 0.0))
+        keys = rows(k, begin, valid, head, heads, channel, WIDE, CHUNK, WIDTH).to(tl.float32) * k_scale[:, None]
+        queries = rows(q, begin, valid, head, heads, channel, WIDE, CHUNK, WIDTH).to(tl.float32) * q_scale[:, None]
+        lane = channel + tl.arange(0, WIDE)[None, :]
+        at = i * WIDTH + lane
+        grow = tl.exp2(summed(matrices + still, GROW, high, low, CHUNK))
+        tl.store(decay_out + (lane + i * 0), grow, mask=i == CHUNK - 1)
+        tl.store(w_out + at, narrow(keys * grow * strength[:, None]))
+        tl.store(qbar_out + at, narrow(queries * grow))
+        tl.store(ktail_out + at, narrow(keys * tl.exp2(summed(matrices + still, END, high, low, CHUNK))))
+        rise = tl.exp2(summed(matrices + still, RISE, high, low, CHUNK)) * UP
+        stash = i * WIDE + tl.arange(0, WIDE)[None, :]
+        tl.store(rows_out + stash, narrow(keys * rise))
+        tl.store(rows_out + (CHUNK * WIDE + stash), narrow(queries * rise))
+        tl.debug_barrier()
+        keys = keys * DOWN
+        for block in tl.static_range(CHUNK // BLOCK):
+            column = tl.trans(narrow(keys * tl.exp2(summed(matrices + still, COLUMNS + block, high, low, CHUNK))))
             mine = i // BLOCK == block
-            pairs = add_dot(tl.where(mine, k_row, 0.0), column, pairs)
-            scores = add_dot(tl.where(mine, q_row, 0.0), column, scores)
+            pairs = add_dot(tl.load(rows_out + still + stash, mask=mine, other=0.0), column, pairs)
+            scores = add_dot(tl.load(rows_out + still + (CHUNK * WIDE + stash), mask=mine, other=0.0), column, scores)
+        tl.debug_barrier()
     pairs = tl.where(i > j, pairs * strength[:, None], 0.0)
     scores = narrow(tl.where(i >= j, scores, 0.0))
-    small = tile * CHUNK * CHUNK + i * CHUNK + j
-    tl.store(p_out + small, scores)
+    tl.store(p_out + square, scores)
 
     neighbour = (i // BLOCK == j // BLOCK + 1) & (j // BLOCK % 2 == 0)
     far = (i >= CHUNK // 2) & (j < CHUNK // 2)
     inverse = _invert_blocks(tl.where(i // BLOCK == j // BLOCK, pairs, 0.0), CHUNK, BLOCK)
     inverse = inverse - _product(_product(inverse, tl.where(neighbour, pairs, 0.0)), inverse)
     inverse = inverse - _product(_product(inverse, tl.where(far, pairs, 0.0)), inverse)
-    tl.store(t_out + small, narrow(inverse))
+    tl.store(t_out + square, narrow(inverse))
     tl.debug_barrier()
 
     for channel in range(0, WIDTH, WIDE):
         lane = channel + tl.arange(0, WIDE)
-        at = tile * CHUNK * WIDTH + i * WIDTH + lane[None, :]
-        t = tl.load(t_out + small)
+        at = i * WIDTH + lane[None, :]
+        t = tl.load(t_out + square)
         w = narrow(dot(t, tl.load(w_out + at)))
         values = rows(v, begin, valid, head, heads, channel, WIDE, CHUNK, WIDTH).to(tl.float32) * strength[:, None]
         u = dot(t, narrow(values))
-        qbar = tl.load(qbar_out + at).to(tl.float32) - dot(tl.load(p_out + small), w)
+        qbar = tl.load(qbar_out + at).to(tl.float32) - dot(tl.load(p_out + square), w)
         tl.store(w_out + at, w)
         tl.store(u_out + at, narrow(u))
         tl.store(qbar_out + at, narrow(qbar))
