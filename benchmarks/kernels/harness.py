@@ -25,6 +25,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+os.environ.setdefault("DRIFTLINE_KERNELS", "triton")  # what is timed here
+
 ROOT = Path(__file__).resolve().parents[2]
 FLUSH_BYTES = 256 * 2**20
 

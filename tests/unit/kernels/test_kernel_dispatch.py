@@ -1,0 +1,48 @@
+"""Who computes: the device of the tensors and one setting, and nothing else."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+
+from driftline.kernels import dispatch
+from driftline.kernels.dispatch import has_triton, runs_triton
+
+
+class OnDevice:
+    device = torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def _read_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "has_triton", has_triton.__wrapped__)
+
+
+def test_tensors_of_the_host_and_mixed_ones_go_to_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRIFTLINE_KERNELS", "triton")
+    assert not runs_triton(torch.empty(1), None)
+    assert not runs_triton(OnDevice(), torch.empty(1))  # type: ignore[arg-type]
+    assert not runs_triton(None)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton, the gpu extra")
+def test_the_setting_turns_kernels_on_and_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    for setting, on in (("triton", True), ("reference", False)):
+        monkeypatch.setenv("DRIFTLINE_KERNELS", setting)
+        assert runs_triton(OnDevice(), None) is on  # type: ignore[arg-type]
+    monkeypatch.delenv("DRIFTLINE_KERNELS")
+    assert not runs_triton(OnDevice())  # type: ignore[arg-type]
+
+
+def test_without_triton_the_reference_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRIFTLINE_KERNELS", "triton")
+    monkeypatch.setattr(dispatch, "find_spec", lambda _: None)
+    assert not runs_triton(OnDevice())  # type: ignore[arg-type]
+
+
+def test_an_unknown_setting_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRIFTLINE_KERNELS", "fast")
+    with pytest.raises(ValueError, match="DRIFTLINE_KERNELS is 'fast'"):
+        runs_triton(OnDevice())  # type: ignore[arg-type]
