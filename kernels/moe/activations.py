@@ -34,8 +34,9 @@ def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         raise ValueError(f"x has {x.shape[-1]} columns; groups of 128 need a multiple of 128")
     groups = grouped(x.float(), 128)
     largest = groups.abs().amax(-1).clamp(min=_LEAST)
-    values = groups * (FP8_LARGEST / largest)[..., None]
-    return values.to(torch.float8_e4m3fn).flatten(-2), largest / FP8_LARGEST
+    most = torch.full_like(largest, FP8_LARGEST)  # torch divides by a number, and a number, by way of reciprocals, which round once more
+    values = groups * (most / largest)[..., None]
+    return values.to(torch.float8_e4m3fn).flatten(-2), largest / most
 
 
 def round_to_mxfp8(x: torch.Tensor) -> torch.Tensor:
