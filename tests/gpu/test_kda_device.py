@@ -15,6 +15,7 @@ if torch.cuda.is_available():
     sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "kernels"))
     from kda_cases import DOUBLED, LATE_ANCHOR, Raw, altered, edited, raw, relative
 
+    from driftline.kernels import dispatch
     from driftline.kernels.kda import forward as fw
     from driftline.kernels.kda import kda, triton_chunks
     from driftline.kernels.kda.operator import kda_composed, kernel_inputs
@@ -59,7 +60,7 @@ def run(x: Raw, state: torch.Tensor | None = None, cu: torch.Tensor | None = Non
 def test_outputs_and_state_are_those_of_the_recurrence(keys: str, gate: str, heads: str) -> None:
     count, steps = (MANY, 300) if heads == "MANY" else (FEW, 2500)
     x, state = raw(1, steps, count, keys=keys, gate=gate, device="cuda"), states(1, count)
-    o, final = kda(x.q, x.k, x.v, x.z, x.beta, x.a_log, x.dt_bias, initial_state=state)
+    o, final = run(x, state)
     want, want_final = exact(x, state)
     assert torch.isfinite(o).all()
     assert relative(o, want) < BOUNDS[keys]
@@ -194,6 +195,21 @@ def test_slices_of_a_wider_projection_are_read_where_they_lie() -> None:
     assert all(torch.equal(a, b) for a, b in zip(run(x._replace(q=q, k=k, v=v)), run(x), strict=True))
 
 
+def test_the_call_takes_the_kernels_when_they_are_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = raw(1, 200, 20, device="cuda")
+    results = []
+    for setting in ("triton", "reference"):
+        monkeypatch.setenv("DRIFTLINE_KERNELS", setting)
+        dispatch.has_triton.cache_clear()
+        results.append(kda(x.q, x.k, x.v, x.z, x.beta, x.a_log, x.dt_bias))
+    dispatch.has_triton.cache_clear()
+    (o, final), (composed, _) = results
+    assert torch.equal(o, run(x)[0])
+    assert torch.equal(final, run(x)[1])
+    assert not torch.equal(o, composed)
+    assert relative(o, composed) < 0.006
+
+
 @pytest.mark.parametrize("heads", [MANY, FEW])
 def test_nothing_waits_for_the_device_and_a_graph_replays_it(heads: int) -> None:
     x, state = raw(1, 1500, heads, device="cuda"), states(2, heads)
@@ -205,7 +221,7 @@ def test_nothing_waits_for_the_device_and_a_graph_replays_it(heads: int) -> None
     try:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            captured, captured_final = kda(x.q, x.k, x.v, x.z, x.beta, x.a_log, x.dt_bias, initial_state=state, cu_seqlens=cu)
+            captured, captured_final = run(x, state, cu)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     graph.replay()

@@ -15,7 +15,7 @@ if torch.cuda.is_available():
     sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "kernels"))
     from kda_cases import KEYS, raw, relative
 
-    from driftline.kernels.kda import kda
+    from driftline.kernels.kda.autograd import kda_by_kernels
     from driftline.kernels.kda.operator import kda_composed
 
 
@@ -28,7 +28,7 @@ def test_errors_are_no_larger_than_the_peers() -> None:
             x = raw(1, 1024, 20, keys=keys, gate=gate, device="cuda")
             wide = x.double()
             want, want_final = kda_composed(wide.q, wide.k, wide.v, wide.z, wide.beta, wide.a_log, wide.dt_bias)
-            o, final = kda(x.q, x.k, x.v, x.z, x.beta, x.a_log, x.dt_bias)
+            o, final = kda_by_kernels(x.q, x.k, x.v, x.z, x.beta, x.a_log, x.dt_bias, -5.0, None, None)
             peer, peer_final = ops.chunk_kda(
                 x.q, x.k, x.v, x.z, x.beta, output_final_state=True, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True,
                 use_beta_sigmoid_in_kernel=True, safe_gate=True, lower_bound=-5.0, A_log=x.a_log, dt_bias=x.dt_bias)
