@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
+from machine_code import product_loop, spills
 
 from driftline.kernels.mla_decode import triton
 from driftline.kernels.mla_decode.shapes import SCALE, checked
-from driftline.kernels.offline import SHARED_LIMIT, CompiledKernel, compiling_for
-
-
-def loop_of(kernel: CompiledKernel) -> list[str]:
-    """The machine code of the loop that holds the matrix products."""
-    lines = kernel.sass().splitlines()
-    labels = {found[1]: i for i, line in enumerate(lines) if (found := re.match(r"(\.L_x_\d+):", line.strip()))}
-    loops = [lines[labels[found[1]] : i] for i, line in enumerate(lines) if (found := re.search(r"BRA `\((\.L_x_\d+)\)", line)) and labels.get(found[1], i) < i]
-    return next(loop for loop in loops if any("HGMMA" in line for line in loop))
+from driftline.kernels.offline import SHARED_LIMIT, compiling_for
 
 
 @pytest.mark.parametrize("configuration", triton.CONFIGURATIONS)
@@ -29,8 +20,8 @@ def test_both_kernels_fit_and_each_product_is_computed_once(configuration: trito
     part, combine = compiled
     assert (combine.stack, part.stack <= 256) == (0, True), "what spills, does so before and after the loop"
     assert max(part.shared, combine.shared) <= SHARED_LIMIT
-    loop = loop_of(part)
-    assert not [line for line in loop if "STL" in line or "LDL" in line]
+    loop = product_loop(part)
+    assert spills(loop) == 0
     assert sum("HGMMA.64x256x16" in line for line in loop) == configuration.tile // 16, "sums of 64 pairs, 256 of the latent by each half of the program"
     assert sum(f"HGMMA.64x{configuration.tile // 2}x16" in line for line in loop) == 576 // 16, "each half has half of the keys"
     assert sum("LDGSTS.E.BYPASS.128" in line for line in loop) >= configuration.tile * 576 * 2 // 16 // 256, "copied 16 bytes at a time, past the registers"
