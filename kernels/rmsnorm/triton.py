@@ -32,7 +32,7 @@ class Shape:
 
 
 SHAPES = (
-    Shape(128, 32, warps=4, back_warps=4, programs=396),
+    Shape(128, 32, warps=4, back_warps=4, programs=264),
     Shape(512, 8, warps=4, back_warps=4, programs=264),
     Shape(1024, 4, warps=4, back_warps=4, programs=264),
     Shape(2048, 2, warps=4, back_warps=4, programs=396),

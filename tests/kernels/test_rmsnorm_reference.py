@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from driftline.kernels.rmsnorm import rmsnorm
@@ -40,3 +41,18 @@ def test_epsilon_matters_for_small_rows() -> None:
     weight = torch.ones(8)
     torch.testing.assert_close(rmsnorm(x, weight, 1e-5)[0, 0], torch.tensor(1e-3 / 1.1e-5**0.5))
     torch.testing.assert_close(rmsnorm(x, weight, 1e-6)[0, 0], torch.tensor(1e-3 / 2e-6**0.5))
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "eps", "what"),
+    [
+        (torch.zeros(3, 8), torch.ones(7), 1e-5, r"weight has shape \(7,\)"),
+        (torch.zeros(3, 8), torch.ones(1, 8), 1e-5, r"weight must be \[D\]"),
+        (torch.zeros(3, 0), torch.ones(0), 1e-5, "not 0"),
+        (torch.zeros(3, 8).int(), torch.ones(8), 1e-5, "x is torch.int32"),
+        (torch.zeros(3, 8), torch.ones(8), -1e-5, "eps is -1e-05"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(x: torch.Tensor, weight: torch.Tensor, eps: float, what: str) -> None:
+    with pytest.raises(ValueError, match=what):
+        rmsnorm(x, weight, eps)
