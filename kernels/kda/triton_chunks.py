@@ -12,7 +12,7 @@ Range. 64 tokens may span 64 * 5 nats, more than fp32 has, so G_i - G_j is never
 anchor: 2^(G_i - a) <= 1 for its rows, and 2^(a - G_j) for keys, which is <= 1 for earlier blocks and at most e^80 inside the block. No anchor is later
 than the row it serves, so nothing that a row gets depends on what follows it.
 
-Inverse. Its 16 x 16 diagonal blocks by substitution in fp32 (never Neumann doubling, which loses everything on repeated keys), then two merges of
+Inverse. Its 8 x 8 diagonal blocks by substitution in fp32 (never Neumann doubling, which loses everything on repeated keys), then three merges of
 blocks, [[A, 0], [-C B A, C]], whose products take fp16 operands: every entry is a product of contractions, so at most 1 in magnitude, and fp16
 keeps 2^-12 of it, less than what the final bfloat16 loses.
 
@@ -102,21 +102,29 @@ def _half_dot(a, b):
 
 
 @triton.jit
-def _inverse(a, block, column, C: tl.constexpr):
-    """(I + a)^-1 for a strictly lower triangular a [64, 64] in fp32."""
-    diagonal = tl.arange(0, 4)[:, None, None, None] == tl.arange(0, 4)[None, None, :, None]
-    d = tl.sum(tl.where(diagonal, tl.reshape(a, [4, 16, 4, 16]), 0.0), 2)
-    row = tl.arange(0, 16)[None, :, None]
-    col = tl.arange(0, 16)[None, None, :]
+def _merge(t, a, block, column, WIDTH: tl.constexpr):
+    """Inverses of diagonal blocks of WIDTH to those of twice it."""
+    one = block // WIDTH
+    other = column // WIDTH
+    return t - _half_dot(t, _half_dot(tl.where((one == other + 1) & (other % 2 == 0), a, 0.0), t))
+
+
+@triton.jit
+def _inverse(a, i, j, C: tl.constexpr):
+    """(I + a)^-1 for a strictly lower triangular a [64, 64] in fp32, i and j its indices."""
+    diagonal = tl.arange(0, 8)[:, None, None, None] == tl.arange(0, 8)[None, None, :, None]
+    d = tl.sum(tl.where(diagonal, tl.reshape(a, [8, 8, 8, 8]), 0.0), 2)
+    row = tl.arange(0, 8)[None, :, None]
+    col = tl.arange(0, 8)[None, None, :]
     t = tl.where(row == col, 1.0, 0.0) + d * 0.0
-    for j in tl.static_range(15):
-        weights = tl.sum(tl.where(col == j, d, 0.0), 2)
-        known = tl.sum(tl.where(row == j, t, 0.0), 1)
+    for n in tl.static_range(7):
+        weights = tl.sum(tl.where(col == n, d, 0.0), 2)
+        known = tl.sum(tl.where(row == n, t, 0.0), 1)
         t -= weights[:, :, None] * known[:, None, :]
-    t = tl.reshape(tl.where(diagonal, tl.broadcast_to(t[:, :, None, :], [4, 16, 4, 16]), 0.0), [C, C])
-    t -= _half_dot(t, _half_dot(tl.where((block == column + 1) & (column % 2 == 0), a, 0.0), t))
-    t -= _half_dot(t, _half_dot(tl.where((block >= 2) & (column < 2), a, 0.0), t))
-    return t
+    t = tl.reshape(tl.where(diagonal, tl.broadcast_to(t[:, :, None, :], [8, 8, 8, 8]), 0.0), [C, C])
+    t = _merge(t, a, i, j, 8)
+    t = _merge(t, a, i, j, 16)
+    return _merge(t, a, i, j, 32)
 
 
 @triton.jit
@@ -195,5 +203,5 @@ def prepare_chunks(q, k, z, beta, a_log, dt_bias, table, k_grow, q_grow, k_tail,
     tl.store(betas + tile.to(tl.int64) * C + p, b)
     a = _scores(k_rows, same, one, two, three, block, column)
     a = tl.where(i > j, a * b[:, None], 0.0)
-    solved = _inverse(a, block, column, C)
+    solved = _inverse(a, i, j, C)
     tl.store(inverse + square, solved.to(tl.bfloat16))
