@@ -77,8 +77,8 @@ TABLE: dict[tuple[Form, bool], tuple[Pinned, ...]] = {
         Pinned(_16, Product(128, 4, 3), Product(128, 4, 4)),
         Pinned(_32, Product(128, 4, 3), Product(128, 4, 4)),
         Pinned(_64, Product(128, 8, 3), Product(128, 4, 3)),
-        Pinned(_128, Product(128, 8, 3), Product(128, 4, 3)),
-        Pinned(_128, Product(128, 8, 3), Product(128, 4, 3)),
+        Pinned(_96, Product(128, 8, 3), Product(128, 8, 3)),
+        Pinned(_96, Product(128, 8, 3), Product(128, 8, 3)),
     ),
     (Form.BFLOAT16, False): (
         Pinned(_16, Product(64, 4, 3), Product(128, 4, 3)),

@@ -143,25 +143,29 @@ def _up_tile(x, xs, w1, s1, w3, s3, pairs, h, hs, expert, feature0, start, count
                 if N1 > 0:
                     u1 = _add(u1, chunk3, x1)
         else:
-            tile1, factor1 = _tile(w1, s1, at, at_scale, kb, FORM, WARPS)
-            tile3, factor3 = _tile(w3, s3, at, at_scale, kb, FORM, WARPS)
             x0 = tl.load(x + (at0 + kb * 128))
-            if ROUNDING == ROUND_128:
-                f0 = tl.load(xs + (row0 + kb * tokens))
-                g0 = _add_scaled(g0, tile1, x0, factor1, f0)
-                u0 = _add_scaled(u0, tile3, x0, factor3, f0)
-            else:
-                g0 = _add(g0, tile1, x0)
-                u0 = _add(u0, tile3, x0)
             if N1 > 0:
                 x1 = tl.load(x + (at1 + kb * 128))
-                if ROUNDING == ROUND_128:
+            tile, factor = _tile(w1, s1, at, at_scale, kb, FORM, WARPS)
+            if ROUNDING == ROUND_128:
+                f0 = tl.load(xs + (row0 + kb * tokens))
+                g0 = _add_scaled(g0, tile, x0, factor, f0)
+                if N1 > 0:
                     f1 = tl.load(xs + (row1 + kb * tokens))
-                    g1 = _add_scaled(g1, tile1, x1, factor1, f1)
-                    u1 = _add_scaled(u1, tile3, x1, factor3, f1)
-                else:
-                    g1 = _add(g1, tile1, x1)
-                    u1 = _add(u1, tile3, x1)
+                    g1 = _add_scaled(g1, tile, x1, factor, f1)
+            else:
+                g0 = _add(g0, tile, x0)
+                if N1 > 0:
+                    g1 = _add(g1, tile, x1)
+            tile, factor = _tile(w3, s3, at, at_scale, kb, FORM, WARPS)
+            if ROUNDING == ROUND_128:
+                u0 = _add_scaled(u0, tile, x0, factor, f0)
+                if N1 > 0:
+                    u1 = _add_scaled(u1, tile, x1, factor, f1)
+            else:
+                u0 = _add(u0, tile, x0)
+                if N1 > 0:
+                    u1 = _add(u1, tile, x1)
     _finish(g0, u0, h, hs, feature0, start, count, rows, beta, linear_beta, over_beta, over_linear_beta, F, FORM, ROUNDING, WARPS)
     if N1 > 0:
         _finish(g1, u1, h, hs, feature0, start + N0, count - N0, rows, beta, linear_beta, over_beta, over_linear_beta, F, FORM, ROUNDING, WARPS)
