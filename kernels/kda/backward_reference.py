@@ -88,7 +88,7 @@ def kda_backward_reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, z:
     queries, keys, values, out = (x.to(kind) for x in (q, k, v, do))
     bounds = [n * steps for n in range(batch + 1)] if cu_seqlens is None else [int(x) for x in cu_seqlens]
     zero = torch.zeros(heads, width, v.shape[-1], dtype=kind, device=q.device)
-    flat = [x.reshape(batch * steps, heads, -1).transpose(0, 1) for x in (
+    flat = [x.flatten(0, 1).transpose(0, 1) for x in (
         l2_normalise(queries), l2_normalise(keys), values, lower_bound * open_, torch.sigmoid(beta.to(kind))[..., None], out)]
     parts = []
     for n, (begin, end) in enumerate(itertools.pairwise(bounds)):
@@ -96,8 +96,7 @@ def kda_backward_reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, z:
         state = zero if initial_state is None else initial_state[n].to(kind)
         dstate = zero if dfinal_state is None else dfinal_state[n].to(kind)
         parts.append(_sequence(queries_n, keys_n, values_n, g_n, strength_n, state, out_n, dstate))
-    dq, dk, dv, dg = (torch.cat([p[i] for p in parts], 1).transpose(0, 1).reshape(batch, steps, heads, -1) for i in range(4))
-    dbeta = torch.cat([p[4] for p in parts], 1).transpose(0, 1).reshape(batch, steps, heads)
+    dq, dk, dv, dg, dbeta = (torch.cat([p[i] for p in parts], 1).transpose(0, 1).unflatten(0, (batch, steps)) for i in range(5))
     draw = dg * lower_bound * open_ * (1 - open_)
     dz = draw * speed
     return (_through_norm(queries, dq).to(q.dtype), _through_norm(keys, dk).to(k.dtype), dv.to(v.dtype), dz.to(z.dtype), dbeta.to(beta.dtype),

@@ -107,7 +107,7 @@ def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, z: torch.Tensor,
     place = (chunks.owner, chunks.first, chunks.bounds)
     matrices = sums(device)
     varlen = cu_seqlens is not None
-    shape = {"VARLEN": varlen, "CHUNK": CHUNK, "WIDTH": WIDTH}
+    shape = {"VARLEN": varlen, "CHUNK": CHUNK, "WIDTH": WIDTH, "enable_fp_fusion": True}
 
     def tiles(rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(chunks.slots, at_once, rows, columns, dtype=dtype, device=device)
@@ -133,6 +133,6 @@ def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, z: torch.Tensor,
             gradients[(chunks.slots, group)](
                 q, k, z, beta, a_log, dt_bias, do, matrices, *place, u, w, qbar, ktail, t, p, decay, states, dstates, dq, dk, dv, dz, dbeta, dbias, share, *sizes,
                 0, lower_bound, **shape, BLOCK=BLOCK, WIDE=config.gradients_wide, BV=config.gradients_values, num_warps=config.gradients_warps, num_stages=1)
-        fold[(group,)](dbias, ddt_bias, chunks.slots, group, head0, WIDE=WIDTH, LINES=16, num_warps=4)
-        fold[(group,)](share, da_log, chunks.slots, group, head0, WIDE=1, LINES=1024, num_warps=4)
+        fold[(group,)](dbias, ddt_bias, chunks.slots, group, head0, WIDE=WIDTH, LINES=16, num_warps=4, enable_fp_fusion=True)
+        fold[(group,)](share, da_log, chunks.slots, group, head0, WIDE=1, LINES=1024, num_warps=4, enable_fp_fusion=True)
     return Gradients(dq, dk, dv, dz, dbeta, da_log, ddt_bias, dinitial)

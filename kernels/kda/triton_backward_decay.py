@@ -73,7 +73,7 @@ def narrow(x):
 @triton.jit
 def as_stored(x, pointer):
     """fp32 in the type that the pointer points to."""
-    if pointer.dtype.element_ty == tl.bfloat16 and len(x.shape) == 2:
+    if INTERPRETED and pointer.dtype.element_ty == tl.bfloat16:
         return narrow(x)
     else:
         return x.to(pointer.dtype.element_ty)

@@ -161,7 +161,7 @@ def gradients(q, k, z, beta, a_log, dt_bias, do, matrices, owner, first, bounds,
         more = dot(tl.load(qbar_io + still + square, mask=above_left, other=0.0), q_row)
         more = add_dot(tl.load(qbar_io + still + (SECOND + square), mask=above_left, other=0.0), k_row, more)
         product -= keys_row.to(tl.float32) * more
-        ending = dot(tl.load(v_in + still + wide), tl.trans(dstate)) * (tl.exp2(summed(matrices + still, AFTER, high, low, CHUNK)) * UP)
+        ending = dot(tl.load(v_in + still + wide), tl.trans(tl.load(dstates_io + still + region))) * (tl.exp2(summed(matrices + still, AFTER, high, low, CHUNK)) * UP)
         dkey += factor * (more + ending)
         start, ending = split(keys_row.to(tl.float32) * ending)
         dgate = summed(matrices + still, UNTIL, start, ending, CHUNK) + last[None, :]

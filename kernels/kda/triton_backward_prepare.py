@@ -7,7 +7,8 @@
 so that the scans are `V' = u - w S; S <- e^(G_64) S + ktail^T V'` and `dS <- e^(G_64) dS + qbar^T do - w^T (ktail dS)`.
 
 T is exact algebra throughout, whatever the keys: substitution in fp32 inside each block of 16, then two merges of halves, `T - T A T` with A the
-off-diagonal block; their products, and those of Akk, are in bfloat16 split in two (three products, 2^-16).
+off-diagonal block, in bfloat16 split in two (three products, 2^-16). Every left operand of a product is read back from memory: no matrix instruction
+takes its operands from registers, which the assemblers of CUDA 12.8 and 12.9 sometimes overwrite too early.
 """
 
 from __future__ import annotations
@@ -39,11 +40,26 @@ __all__ = ["prepare"]
 
 
 @triton.jit
-def _product(a, b):
-    """a @ b of fp32, to 2^-16."""
-    a_high, a_low = split(a)
-    b_high, b_low = split(b)
-    return add_dot(a_high, b_high, add_dot(a_high, b_low, dot(a_low, b_high)))
+def _product(left, high, low, square, CHUNK: tl.constexpr):
+    """left @ (high + low) to 2^-16; left is read from memory, where it lies as two bfloat16 tiles."""
+    left_high = tl.load(left + square)
+    return add_dot(left_high, high, add_dot(left_high, low, dot(tl.load(left + (CHUNK * CHUNK + square)), high)))
+
+
+@triton.jit
+def _merge(inverse, block, scratch, square, CHUNK: tl.constexpr):
+    """The inverse with one more off-diagonal block: inverse - inverse @ block @ inverse. scratch: room for four bfloat16 tiles."""
+    high, low = split(inverse)
+    tl.store(scratch + square, high)
+    tl.store(scratch + (CHUNK * CHUNK + square), low)
+    other, rest = split(block)
+    tl.store(scratch + (2 * CHUNK * CHUNK + square), other)
+    tl.store(scratch + (3 * CHUNK * CHUNK + square), rest)
+    tl.debug_barrier()
+    high, low = split(_product(scratch + 2 * CHUNK * CHUNK, high, low, square, CHUNK))
+    inverse -= _product(scratch, high, low, square, CHUNK)
+    tl.debug_barrier()
+    return inverse
 
 
 @triton.jit
@@ -126,8 +142,8 @@ def prepare(q, k, v, z, beta, a_log, dt_bias, matrices, owner, first, bounds, w_
     neighbour = (i // BLOCK == j // BLOCK + 1) & (j // BLOCK % 2 == 0)
     far = (i >= CHUNK // 2) & (j < CHUNK // 2)
     inverse = _invert_blocks(tl.where(i // BLOCK == j // BLOCK, pairs, 0.0), CHUNK, BLOCK)
-    inverse = inverse - _product(_product(inverse, tl.where(neighbour, pairs, 0.0)), inverse)
-    inverse = inverse - _product(_product(inverse, tl.where(far, pairs, 0.0)), inverse)
+    inverse = _merge(inverse, tl.where(neighbour, pairs, 0.0), rows_out, square, CHUNK)
+    inverse = _merge(inverse, tl.where(far, pairs, 0.0), rows_out, square, CHUNK)
     tl.store(t_out + square, narrow(inverse))
     tl.debug_barrier()
 
