@@ -75,7 +75,7 @@ def gradients(one: Case) -> tuple[torch.Tensor, ...]:
             out, state = kda_recurrent(*(x[:, begin:end] for x in flat), state)
             loss = loss + (out * do[:, begin:end]).sum()
         loss = loss + (state[0] * one.dfinal[n].double()).sum()
-    return torch.autograd.grad(loss, leaves)
+    return torch.autograd.grad(loss, leaves, materialize_grads=True, allow_unused=True)
 
 
 def ratio(found: torch.Tensor, wanted: torch.Tensor) -> float:
