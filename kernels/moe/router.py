@@ -31,7 +31,7 @@ class _Route(torch.autograd.Function):
 
         chosen, gates, picked = kernels.select(x, weight, bias, top_k, scaling, ids)
         if chosen is ids:
-            chosen = chosen.view_as(chosen)
+            chosen = chosen.clone()
         ctx.save_for_backward(x, weight, chosen, picked)
         ctx.scaling = scaling
         ctx.mark_non_differentiable(chosen)

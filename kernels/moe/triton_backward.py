@@ -19,7 +19,16 @@ import triton
 import triton.language as tl
 
 from driftline.kernels.moe.plan import Plan
-from driftline.kernels.moe.triton_tiles import INTERPRETED, Form, form, row_pointers, stored, tile
+from driftline.kernels.moe.triton_tiles import (
+    INTERPRETED,
+    Form,
+    form,
+    in_order,
+    row_pointers,
+    row_steps,
+    stored,
+    tile,
+)
 from driftline.kernels.mxfp4.weights import ExpertWeight
 from driftline.kernels.situ_glu.triton import situ_partials
 
@@ -46,16 +55,17 @@ PINNED: dict[tuple[Form, bool], Blocks] = {
     (Form.BFLOAT16, True): Blocks(64, 128, 64, 4, 3),
     (Form.BFLOAT16, False): Blocks(128, 256, 64, 8, 3),
     (Form.MXFP4, True): Blocks(64, 128, 128, 4, 2),
-    (Form.MXFP4, False): Blocks(128, 128, 128, 8, 2),
+    (Form.MXFP4, False): Blocks(128, 128, 128, 4, 2),
     (Form.FP8, True): Blocks(64, 128, 64, 4, 3),
-    (Form.FP8, False): Blocks(128, 128, 64, 8, 3),
+    (Form.FP8, False): Blocks(128, 128, 64, 4, 3),
 }
-"""By the weights' form and whether experts get few rows: shapes only."""
+"""By the weights' form and whether experts get few rows: shapes only. Four warps on a tile of packed weights, so that two or three programs share a
+multiprocessor and one unpacks while another multiplies. Both heights of a form give a row the same bits: warps lie along the rows in each."""
 
 CANDIDATES: dict[Form, tuple[Blocks, ...]] = {
-    Form.BFLOAT16: (Blocks(64, 128, 64, 4, 3), Blocks(64, 128, 64, 4, 4), Blocks(64, 256, 64, 8, 3), Blocks(128, 128, 64, 8, 3), Blocks(128, 256, 64, 8, 3)),
-    Form.MXFP4: (Blocks(64, 128, 128, 4, 2), Blocks(64, 128, 64, 4, 3), Blocks(64, 256, 128, 8, 2), Blocks(128, 128, 128, 8, 2), Blocks(128, 256, 64, 8, 2)),
-    Form.FP8: (Blocks(64, 128, 64, 4, 3), Blocks(128, 128, 64, 8, 3), Blocks(128, 256, 64, 8, 2)),
+    Form.BFLOAT16: (Blocks(64, 128, 64, 4, 3), Blocks(64, 256, 64, 4, 2), Blocks(128, 128, 64, 4, 3), Blocks(128, 128, 64, 8, 3), Blocks(128, 256, 64, 8, 3)),
+    Form.MXFP4: (Blocks(64, 128, 128, 4, 2), Blocks(64, 128, 64, 4, 3), Blocks(128, 128, 128, 4, 2), Blocks(128, 128, 64, 4, 2), Blocks(128, 128, 128, 8, 2)),
+    Form.FP8: (Blocks(64, 128, 64, 4, 3), Blocks(128, 128, 64, 4, 3), Blocks(128, 128, 64, 8, 3)),
 }
 """What a sweep times."""
 
@@ -85,17 +95,22 @@ def _dot(a, b, total):
 @triton.jit
 def _product(total, of_rows, row_there, of_values, of_scale, at, height, first_col, width, ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr,
              FORM: tl.constexpr, EVEN: tl.constexpr):
-    """total += rows [ROWS, height] @ M[:, first_col:], M [height, width] the expert's matrix from row `at` on: the sum is over the rows of M."""
+    """total += rows [ROWS, height] @ M[:, first_col:], M [height, width] the expert's matrix from row `at` on: the sum is over the rows of M.
+    The columns are as `in_order` takes them."""
     k = tl.arange(0, DEPTH)
+    pointers, scales = row_pointers(of_values, of_scale, at + k, width, FORM)
+    step, scale_step = row_steps(width, FORM)
     for begin in range(0, height, DEPTH):
         inside = begin + k < height
         if EVEN:
+            inside = k >= 0
             a = tl.load(of_rows + (begin + k)[None, :], mask=row_there[:, None], other=0)
         else:
             a = tl.load(of_rows + (begin + k)[None, :], mask=row_there[:, None] & inside[None, :], other=0)
-        pointers, scales = row_pointers(of_values, of_scale, at + begin + k, width, FORM)
-        b = tile(pointers, scales, inside, first_col, width, DEPTH, COLS, FORM, EVEN)
+        b = tile(pointers, scales, inside, first_col, width, DEPTH, COLS, FORM, EVEN, True)
         total = _dot(a, b, total)
+        pointers += DEPTH * step
+        scales += DEPTH * scale_step
     return total
 
 
@@ -109,11 +124,18 @@ def _d_hidden(dy, values, scale, out, pairs, tile_expert, tile_start, starts, ou
     token = (tl.load(pairs + row, mask=there, other=0) // TOP).to(tl.int64)
     total = _product(tl.zeros((ROWS, COLS), tl.float32), dy + token[:, None] * outer, there, values, scale, expert.to(tl.int64) * outer, outer,
                      block * COLS, hidden, ROWS, COLS, DEPTH, FORM, EVEN)
+    total = in_order(total, ROWS, COLS, FORM)
     col = block * COLS + tl.arange(0, COLS)
     tl.store(out + row.to(tl.int64)[:, None] * hidden + col[None, :], total.to(tl.bfloat16), mask=there[:, None] & (col < hidden)[None, :])
 
 
 @triton.jit
+def _halves(x, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """The left and the right half of the columns."""
+    return tl.split(tl.permute(tl.reshape(x, (ROWS, 2, COLS // 2)), (0, 2, 1)))
+
+
+@triton.jit(do_not_specialize=["rows"])
 def _inner(z, values_1, scale_1, values_3, scale_3, gates, dh, du, gated, gate_parts, pairs, tile_expert, tile_start, starts, rows, outer, hidden, beta,
            linear_beta, over_beta, over_linear_beta, TOP: tl.constexpr, FORM: tl.constexpr, EVEN: tl.constexpr, KEEP: tl.constexpr, ROWS: tl.constexpr,
            COLS: tl.constexpr, DEPTH: tl.constexpr):
@@ -140,15 +162,16 @@ def _inner(z, values_1, scale_1, values_3, scale_3, gates, dh, du, gated, gate_p
             a = tl.load(of_rows + (begin + k)[None, :], mask=there[:, None], other=0)
         else:
             a = tl.load(of_rows + (begin + k)[None, :], mask=there[:, None] & (begin + k < outer)[None, :], other=0)
-        b = tile(of_values, of_scale, col < hidden, begin, outer, 2 * COLS, DEPTH, FORM, EVEN)
+        b = tile(of_values, of_scale, col < hidden, begin, outer, 2 * COLS, DEPTH, FORM, EVEN, False)
         total = _dot(a, tl.trans(b), total)
     gate = tl.load(gates + pair, mask=there, other=0)[:, None]
-    # two halves of the columns, one after the other: all at once would not fit the registers
-    halves = tl.split(tl.permute(tl.reshape(total, (ROWS, 2, COLS // 2, 2)), (0, 2, 3, 1)))
+    # a quarter of the columns after the other: all at once would not fit the registers
+    left_half, right_half = _halves(total, ROWS, 2 * COLS)
+    quarters = _halves(left_half, ROWS, COLS) + _halves(right_half, ROWS, COLS)
     sums = tl.zeros((ROWS,), tl.float32)
-    for half in tl.static_range(2):
-        g, u = tl.split(halves[half])
-        some = block * COLS + half * (COLS // 2) + tl.arange(0, COLS // 2)
+    for quarter in tl.static_range(4):
+        g, u = tl.split(tl.reshape(quarters[quarter], (ROWS, COLS // 4, 2)))
+        some = block * COLS + quarter * (COLS // 4) + tl.arange(0, COLS // 4)
         to = row.to(tl.int64)[:, None] * hidden + some[None, :]
         mask = there[:, None] & (some < hidden)[None, :]
         grad = tl.load(dh + to, mask=mask, other=0).to(tl.float32)
@@ -175,11 +198,12 @@ def _d_input(dg, du, values_1, scale_1, values_3, scale_3, out, tile_expert, til
     total = tl.zeros((ROWS, COLS), tl.float32)
     total = _product(total, dg + wide * hidden, there, values_1, scale_1, at, hidden, block * COLS, outer, ROWS, COLS, DEPTH, FORM, EVEN)
     total = _product(total, du + wide * hidden, there, values_3, scale_3, at, hidden, block * COLS, outer, ROWS, COLS, DEPTH, FORM, EVEN)
+    total = in_order(total, ROWS, COLS, FORM)
     col = block * COLS + tl.arange(0, COLS)
     tl.store(out + wide * outer + col[None, :], total.to(tl.bfloat16), mask=there[:, None] & (col < outer)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _d_gates(parts, table, starts, out, rows, blocks, experts, BLOCK: tl.constexpr):
     """out fp32 [pairs]: the sum over blocks, in order, at each pair's sorted row; zero for a pair without an expert."""
     pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -62,7 +62,7 @@ def _split(wide, planes, elements, BLOCK: tl.constexpr):
         rest -= part.to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _scores(x, weight, out, rows, experts, depth, one, X_PLANES: tl.constexpr, W_PLANES: tl.constexpr, PRODUCTS: tl.constexpr, EVEN: tl.constexpr,
             SPLIT: tl.constexpr, ROWS: tl.constexpr, EXPERTS: tl.constexpr, CHUNK: tl.constexpr):
     """out fp32 [rows, experts]; with SPLIT [chunks * PRODUCTS, rows, experts], one chunk a program. *_PLANES: the plane of each product, two bits each.
@@ -114,7 +114,7 @@ def _ordered(value):
     return tl.where(value == value, bits, -2147483647)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "parts"])
 def _select(sums, bias, ids, gates, picked, rows, experts, parts, scaling, TOP: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr, REPLAY: tl.constexpr,
             UNROLL: tl.constexpr):
     """One row a program. sums fp32 [parts, rows, experts]; ids int64, gates and picked fp32 [rows, TOP]; ids are read with REPLAY, else written."""

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from driftline.kernels.moe import triton_router as kernels
-from driftline.kernels.moe.router import route
+from driftline.kernels.moe.router import _Route, route
 
 torch.set_num_threads(1)
 
@@ -118,3 +118,20 @@ def test_no_rows_are_no_choices() -> None:
     assert d_x is not None
     assert d_x.shape == (0, 64)
     assert torch.equal(d_weight, torch.zeros(12, 64))
+
+
+@pytest.mark.parametrize("replay", [False, True])
+def test_the_op_on_a_device_carries_these_gradients(replay: bool) -> None:
+    """The autograd function by its own name: on the CPU `route` takes the reference."""
+    x, weight, bias = operands(5, 12, 128)
+    recorded = torch.arange(4).expand(5, 4).contiguous() if replay else None
+    leaves, wide = [t.clone().requires_grad_() for t in (x, weight)], [t.double().requires_grad_() for t in (x, weight)]
+    ids, gates = _Route.apply(*leaves, bias, 4, 1.7, recorded)
+    want_ids, want = route(*wide, bias.double(), 4, 1.7, recorded)
+    assert torch.equal(ids, want_ids)
+    assert not ids.requires_grad
+    d_gates = torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
+    for mine, exact in zip(torch.autograd.grad(gates, leaves, d_gates), torch.autograd.grad(want, wide, d_gates.double()), strict=True):
+        assert (mine.double() - exact).norm() <= 1e-6 * exact.norm()
+    frozen = _Route.apply(leaves[0], weight, bias, 4, 1.7, recorded)[1]
+    assert torch.autograd.grad(frozen, leaves[0], d_gates)[0].shape == (5, 128)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from driftline.kernels.situ_glu import reference
+from driftline.kernels.situ_glu import _SituGlu, reference
 from driftline.kernels.situ_glu import triton as kernels
 
 torch.set_num_threads(1)
@@ -84,3 +84,11 @@ def test_nothing_is_nothing() -> None:
     none = torch.empty(0, 8)
     assert kernels.forward(none, none, 4.0, 25.0).shape == (0, 8)
     assert kernels.backward(none, none, none, 4.0, 25.0)[0].shape == (0, 8)
+
+
+def test_the_op_on_a_device_carries_these_gradients() -> None:
+    gate, up, grad = halves((3, 40), torch.float32)
+    leaves = (gate.requires_grad_(), up.requires_grad_())
+    found = torch.autograd.grad(_SituGlu.apply(gate, up, 4.0, 25.0), leaves, grad)
+    for mine, exact in zip(found, wide(gate.detach(), up.detach(), grad, 4.0, 25.0)[1:], strict=True):
+        assert close(mine, exact, 2e-6, floor=3e-5)
