@@ -155,8 +155,7 @@ def sweep() -> list[Row]:
     from driftline.kernels.kda_decode import triton
 
     out = []
-    for copies, registers in ((2, 168), (2, None), (1, None), (1, 168)):
-        configuration = triton.Configuration(copies, registers)
+    for configuration in triton.CANDIDATES:
         for case, accepted in ((Case(HEADS, 64, 4), 4), (Case(HEADS, 64, 4), 2), (Case(HEADS, 64, 8), 8)):
             at = setting(case)
             counts = torch.full_like(at.slots, accepted)

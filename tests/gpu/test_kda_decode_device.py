@@ -241,6 +241,22 @@ def test_padding_rows_touch_nothing_and_give_zeros() -> None:
     assert not out[[0, 2]].any()
 
 
+def test_padding_rows_among_many_change_nothing_of_the_others() -> None:
+    """A program goes through the heads of many rows, and asks for a state while it works on the one before: also behind padding."""
+    rows = 64
+    x, real = inputs(rows, 4), torch.rand(rows, generator=torch.Generator().manual_seed(3)) < 0.6
+    slots, live = int32(range(rows)), real.to(DEVICE)
+    padded = torch.where(live, slots, -1)
+    pools, helds = (states(rows), states(rows)), (window(rows), window(rows))
+    for accepted in (int32([0] * rows), int32([1, 4, 0, 2] * 16)):
+        wanted = replay(x, pools[0], slots, helds[0], accepted)
+        found = replay(x, pools[1], padded, helds[1], accepted)
+        assert torch.equal(found[live], wanted[live])
+        assert not found[~live].any()
+    assert torch.equal(pools[1][live], pools[0][live])
+    assert torch.equal(pools[1][~live], states(rows)[~live])
+
+
 def test_a_pool_of_more_than_two_billion_elements_is_reached_to_its_end() -> None:
     slots = 1400
     pool = torch.empty(slots, HEADS, DIM, DIM, device=DEVICE)
@@ -281,16 +297,15 @@ def test_a_captured_step_is_the_step() -> None:
         assert torch.equal(pool, other)
 
 
-@pytest.mark.parametrize("copies", [1, 2])
-@pytest.mark.parametrize("registers", [None, 168])
-def test_how_a_program_is_built_changes_no_bit(copies: int, registers: int | None) -> None:
+@pytest.mark.parametrize("candidate", range(5))
+def test_how_programs_are_built_changes_no_bit(candidate: int) -> None:
     from driftline.kernels.kda_decode import triton
 
-    x, slots, counts = inputs(4, 4), int32(range(4)), int32([1, 4, 0, 2])
-    pools, helds = (states(4), states(4)), (window(4), window(4))
-    other = triton.Configuration(copies, registers)
-    for round_ in range(2):
-        accepted = counts if round_ else int32([0] * 4)
+    rows = 16
+    x, slots = inputs(rows, 4), int32(range(rows))
+    pools, helds = (states(rows), states(rows)), (window(rows), window(rows))
+    other = triton.CANDIDATES[candidate]
+    for accepted in (int32([0] * rows), int32([1, 4, 0, 2] * 4)):
         wanted = replay(x, pools[0], slots, helds[0], accepted)
         assert torch.equal(triton.replay_decode(*x, *weights(), pools[1], slots, helds[1], accepted, -5.0, other), wanted)
     assert torch.equal(*pools)

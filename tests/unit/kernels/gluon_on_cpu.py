@@ -1,8 +1,9 @@
 # mypy: disable-error-code="no-untyped-call,var-annotated"
 """Run a Gluon kernel's own Python source on CPU tensors, program after program: Triton's interpreter knows no Gluon.
 
-What the layouts are does not matter here (compiling checks them). What is checked on top of values: every address lies in its tensor, and shared memory
-is read only after a barrier that follows its writing (unwritten shared memory is NaN).
+What the layouts are does not matter here (compiling checks them). What is checked on top of values: every address lies in its tensor, shared memory is
+read only after a barrier that follows its writing (unwritten shared memory is NaN), an asynchronous copy destroys its target at once and is there only
+after it was waited for, and it begins only when a barrier has followed the last reading of its target.
 """
 
 from __future__ import annotations
@@ -44,11 +45,13 @@ class Shared:
 
     def store(self, value: torch.Tensor) -> None:
         assert value.shape == self.cells.shape
+        assert not self.state["read"], "shared memory is written with no barrier after it was read"
         self.cells.copy_(value)
         self.state["settled"] = False
 
     def load(self, layout: object) -> torch.Tensor:
         assert self.state["settled"], "shared memory is read with no barrier after it was written"
+        self.state["read"] = True
         return self.cells.clone()
 
     def slice(self, start: int, length: int) -> Shared:
@@ -56,6 +59,30 @@ class Shared:
 
     def index(self, i: int) -> Shared:
         return Shared(self.cells[i], self.state)
+
+
+class Copies:
+    """Asynchronous copies into shared memory, as slow and as early as they could be."""
+
+    def __init__(self) -> None:
+        self.open: list[tuple[Shared, Pointer]] = []
+        self.groups: list[list[tuple[Shared, Pointer]]] = []
+
+    def copy(self, target: Shared, at: Pointer) -> None:
+        assert not target.state["read"], "a copy begins with no barrier after its target was read"
+        target.cells.fill_(torch.nan)
+        target.state["settled"] = False
+        self.open.append((target, at))
+
+    def commit_group(self) -> None:
+        self.groups.append(self.open)
+        self.open = []
+
+    def wait_group(self, outstanding: int) -> None:
+        while len(self.groups) > outstanding:
+            for target, at in self.groups.pop(0):
+                flat, offsets, _ = at.cells(None)
+                target.cells.copy_(flat[offsets])
 
 
 class Language:
@@ -70,10 +97,15 @@ class Language:
 
     def __init__(self) -> None:
         self.program: tuple[int, ...] = ()
+        self.grid: tuple[int, ...] = ()
         self.tiles: list[Shared] = []
+        self.copies = Copies()
 
     def program_id(self, axis: int) -> torch.Tensor:
         return torch.tensor(self.program[axis], dtype=torch.int32)
+
+    def num_programs(self, axis: int) -> int:
+        return self.grid[axis]
 
     def arange(self, start: int, stop: int, layout: object) -> torch.Tensor:
         return torch.arange(start, stop, dtype=torch.int32)
@@ -105,12 +137,12 @@ class Language:
         return torch.maximum(torch.as_tensor(a), torch.as_tensor(b))
 
     def allocate_shared_memory(self, dtype: torch.dtype, shape: list[int], layout: object) -> Shared:
-        self.tiles.append(Shared(torch.full(shape, torch.nan, dtype=dtype), {"settled": False}))
+        self.tiles.append(Shared(torch.full(shape, torch.nan, dtype=dtype), {"settled": False, "read": False}))
         return self.tiles[-1]
 
     def barrier(self) -> None:
         for tile in self.tiles:
-            tile.state["settled"] = True
+            tile.state.update(settled=True, read=False)
 
 
 def launcher(kernel: JITFunction[Any], module: types.ModuleType, names: dict[str, Callable[[Language], Any]]) -> Any:
@@ -123,6 +155,7 @@ def launcher(kernel: JITFunction[Any], module: types.ModuleType, names: dict[str
         else:
             space[name] = value.value if isinstance(value, real.constexpr) else value
     space["gl"] = language
+    space["range"] = lambda *bounds: (torch.tensor(i, dtype=torch.int32) for i in range(*map(int, bounds)))
     space.update({name: choose(language) for name, choose in names.items()})
     function = space[kernel.fn.__name__]
 
@@ -131,7 +164,7 @@ def launcher(kernel: JITFunction[Any], module: types.ModuleType, names: dict[str
         options = {name: value for name, value in options.items() if name not in ("num_warps", "maxnreg", "enable_fp_fusion")}
         for y in range(grid[1] if len(grid) > 1 else 1):
             for x in range(grid[0]):
-                language.program, language.tiles = (x, y), []
+                language.program, language.grid, language.tiles, language.copies.groups = (x, y), grid, [], []
                 function(*given, **options)
 
     class Launcher:

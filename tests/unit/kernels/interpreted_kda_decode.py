@@ -17,13 +17,18 @@ torch.set_num_threads(1)
 
 HEADS, DIM, SLOTS, CAPACITY = 2, 128, 5, 4
 LOWER = -5.0
-NAMES = {"_wait": lambda gl: gl.barrier, "_reinterpret": lambda gl: lambda tile, dtype, shape, layout: tile}
+NAMES = {
+    "_wait": lambda gl: gl.barrier, "_reinterpret": lambda gl: lambda tile, dtype, shape, layout: tile, "_copy": lambda gl: gl.copies.copy,
+    "async_copy": lambda gl: gl.copies,
+}
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one multiprocessor, so that a program goes through several states."""
     monkeypatch.setattr(kernels, "_replay", launcher(kernels._replay, kernels, NAMES))
+    monkeypatch.setattr(kernels, "_multiprocessors", lambda device: 1)
 
 
 def inputs(rows: int, tokens: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Inputs:
@@ -147,6 +152,18 @@ def test_a_row_is_the_same_whatever_the_other_rows() -> None:
     out = kernels.replay_decode(*x, *weights(), pool, int32(2, 0, 4), window, int32(0, 0, 0), LOWER)
     one = kernels.replay_decode(*row(x, 2), *weights(), alone, int32(4), Window.empty(SLOTS, CAPACITY, HEADS), int32(0), LOWER)
     assert torch.equal(out[2:], one)
+
+
+@pytest.mark.parametrize("configuration", kernels.CANDIDATES)
+def test_how_programs_are_built_changes_no_bit(configuration: kernels.Configuration) -> None:
+    x, slots, counts = inputs(3, 2), int32(2, -1, 4), int32(2, 1, 1)
+    pools, windows = (states(), states()), (Window.empty(SLOTS, CAPACITY, HEADS), Window.empty(SLOTS, CAPACITY, HEADS))
+    for accepted in (int32(0, 0, 0), counts):
+        want = kernels.replay_decode(*x, *weights(), pools[0], slots, windows[0], accepted, LOWER)
+        assert torch.equal(kernels.replay_decode(*x, *weights(), pools[1], slots, windows[1], accepted, LOWER, configuration), want)
+    want = kernels.kda_decode(*token(x, 1), *weights(), pools[0], slots, LOWER)
+    assert torch.equal(kernels.kda_decode(*token(x, 1), *weights(), pools[1], slots, LOWER, configuration), want)
+    assert torch.equal(*pools)
 
 
 def test_views_of_one_mixed_tensor_are_taken_as_they_are() -> None:
