@@ -60,8 +60,8 @@ ROWS = (4, 24, 56, 88)
 
 TABLE: dict[tuple[Form, bool], tuple[Pinned, ...]] = {
     (Form.MXFP4, False): (
-        Pinned(_16, Product(64, 4, 4), Product(128, 4, 4)),
-        Pinned(_32, Product(64, 4, 4), Product(128, 4, 4)),
+        Pinned(_16, Product(64, 4, 3), Product(128, 4, 3)),
+        Pinned(_32, Product(64, 4, 3), Product(128, 4, 3)),
         Pinned(_64, Product(64, 4, 3), Product(128, 4, 3)),
         Pinned(_96, Product(128, 8, 3), Product(256, 8, 3)),
         Pinned(_160, Product(128, 8, 3), Product(256, 8, 3)),

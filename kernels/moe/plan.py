@@ -10,7 +10,12 @@ from typing import NamedTuple
 
 import torch
 
+from driftline.kernels.dispatch import runs_triton
+
 __all__ = ["Plan", "most_tiles", "plan"]
+
+_COUNTED = 1024
+"""Up to so many pairs and experts a plan on a GPU is counted in two launches; a sort's launches would take longer than a decode step's products."""
 
 
 class Plan(NamedTuple):
@@ -46,6 +51,10 @@ def plan(ids: torch.Tensor, experts: int, block: int) -> Plan:
     count = ids.numel()
     if count >= 2**31:
         raise ValueError(f"ids has {count} pairs, and the tables hold fewer than 2^31; split the tokens into microbatches")
+    if 0 < count <= _COUNTED and experts <= _COUNTED and runs_triton(ids):
+        from driftline.kernels.moe import triton_plan
+
+        return Plan(*triton_plan.tables(ids.contiguous(), experts, block, most_tiles(count, experts, block)), block)
     device = ids.device
     flat = ids.reshape(-1).to(torch.int32)
     flat = torch.where((flat >= 0) & (flat < experts), flat, experts)

