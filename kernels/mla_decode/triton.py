@@ -33,8 +33,8 @@ class Configuration(NamedTuple):
     stages: int
 
 
-DEFAULT = Configuration(part=1024, tile=64, warps=8, stages=2)
-CONFIGURATIONS = (DEFAULT, Configuration(1024, 32, 8, 3), Configuration(512, 64, 8, 2), Configuration(2048, 64, 8, 2))
+DEFAULT = Configuration(part=1024, tile=32, warps=8, stages=3)
+CONFIGURATIONS = (DEFAULT, Configuration(1024, 32, 8, 4), Configuration(1024, 64, 8, 2), Configuration(2048, 32, 8, 3), Configuration(2048, 64, 8, 2))
 """What runs, and what the benchmark's sweep times beside it. Another part or tile is another order of sums: other bits."""
 
 _PAIRS = 64

@@ -31,10 +31,10 @@ class Configuration(NamedTuple):
     stages: int
 
 
-QUERIES_DEFAULT = Configuration(queries=128, keys=64, warps=8, stages=2)
-QUERIES = (QUERIES_DEFAULT, Configuration(128, 32, 8, 3), Configuration(64, 64, 4, 2))
-KEYS_DEFAULT = Configuration(queries=32, keys=128, warps=8, stages=2)
-KEYS = (KEYS_DEFAULT, Configuration(32, 128, 8, 3), Configuration(32, 64, 4, 2))
+QUERIES_DEFAULT = Configuration(queries=128, keys=64, warps=8, stages=3)
+QUERIES = (QUERIES_DEFAULT, Configuration(128, 64, 8, 2), Configuration(128, 32, 8, 4))
+KEYS_DEFAULT = Configuration(queries=32, keys=128, warps=8, stages=3)
+KEYS = (KEYS_DEFAULT, Configuration(32, 128, 8, 2), Configuration(32, 64, 4, 3))
 """What runs (the defaults), and what the benchmark's sweep times beside it."""
 
 

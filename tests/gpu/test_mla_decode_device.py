@@ -56,7 +56,7 @@ def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("window", [1, 2, 5])
-@pytest.mark.parametrize("page", [16, 64, 256])
+@pytest.mark.parametrize("page", [16, 64])
 def test_it_is_near_fp64_for_lengths_around_the_ends_of_tiles_pages_and_parts(window: int, page: int) -> None:
     case = paged([window, 63, 64, 65, 1023, 1024, 1025, 3000], window, page)
     wanted = exact(case)
@@ -119,7 +119,7 @@ def test_a_query_has_the_same_bits_in_a_window_and_whatever_comes_later() -> Non
 def test_the_place_and_the_size_of_pages_do_not_show() -> None:
     one = run(paged([1500, 64], page=64))
     assert torch.equal(one, run(paged([1500, 64], page=64, order_seed=9)))
-    for page in (16, 32, 128):
+    for page in (16, 256):
         assert torch.equal(one, run(paged([1500, 64], page=page)))
 
 
