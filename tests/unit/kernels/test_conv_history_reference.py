@@ -67,6 +67,13 @@ def test_a_history_or_count_that_does_not_fit_is_named() -> None:
         short_conv_decode(x[:, 0], weight, torch.zeros(SLOTS, 3, CHANNELS), slots.long())
 
 
+def test_a_tail_or_length_that_does_not_fit_is_named() -> None:
+    with pytest.raises(ValueError, match=r"tail \(2, 2, 5\)"):
+        short_conv(noise(2, 6, CHANNELS), noise(CHANNELS, 4), noise(2, 2, CHANNELS))
+    with pytest.raises(ValueError, match=r"lengths is \(3,\)"):
+        short_conv(noise(2, 6, CHANNELS), noise(CHANNELS, 4), noise(2, 3, CHANNELS), torch.tensor([1, 2, 3]))
+
+
 def test_the_gated_norm_rounds_after_every_step() -> None:
     o, weight, gate = noise(7, 96), 1 + 0.2 * noise(96, seed=1), noise(7, 96, seed=2).bfloat16()
     out = gated_norm(o, weight, gate, 1e-5)
