@@ -22,38 +22,78 @@ BLOCK, WARPS = 2048, 4
 
 
 
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def _exp2(x):
+    """2^x, x <= 0, in one instruction: what is too small for a normal number is zero."""
+    if INTERPRETED:
+        return tl.exp2(x)
+    else:
+        return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _reciprocal(x):
+    """1 / x, x in [1, 8], to its last bit or the one before, in one instruction."""
+    if INTERPRETED:
+        return 1.0 / x
+    else:
+        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _signed(size, x):
+    """size >= 0 with the sign of x."""
+    return (size.to(tl.int32, bitcast=True) | (x.to(tl.int32, bitcast=True) & -2147483648)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _series(x, square):
+    return x * (1.0 + square * (-0.33333333333 + square * (0.13333333333 + square * (-0.05396825397 + square * 0.02186948854))))
+
+
 @triton.jit
 def _tanh(x):
     """tanh x and sech^2 x of an fp32."""
-    e = tl.exp2(tl.abs(x) * -2.8853900817779268)
-    rest = 1.0 / (1.0 + e)
-    square = tl.minimum(x * x, 1.0)
-    series = x * (1.0 + square * (-0.33333333333 + square * (0.13333333333 + square * (-0.05396825397 + square * 0.02186948854))))
-    far = (1.0 - e) * rest
-    return tl.where(square < 0.0625, series, tl.where(x < 0, -far, far)), 4.0 * e * rest * rest
+    e = _exp2(tl.abs(x) * -2.8853900817779268)
+    rest = _reciprocal(1.0 + e)
+    square = x * x
+    return tl.where(square < 0.0625, _series(x, square), _signed((1.0 - e) * rest, x)), 4.0 * e * rest * rest
 
 
 @triton.jit
 def _sigmoid(x):
     """sigmoid(x) and sigmoid(-x) of an fp32: both without a difference."""
-    e = tl.exp2(tl.abs(x) * -1.4426950408889634)
-    large = 1.0 / (1.0 + e)
+    e = _exp2(tl.abs(x) * -1.4426950408889634)
+    large = _reciprocal(1.0 + e)
     small = e * large
     return tl.where(x < 0, small, large), tl.where(x < 0, large, small)
 
 
 @triton.jit
+def _tanh_parts(x):
+    """tanh x as a numerator and a denominator between 1 and 2."""
+    e = _exp2(tl.abs(x) * -2.8853900817779268)
+    square = x * x
+    near = square < 0.0625
+    return tl.where(near, _series(x, square), _signed(1.0 - e, x)), tl.where(near, 1.0, 1.0 + e)
+
+
+@triton.jit
 def situ(g, u, beta, linear_beta, over_beta, over_linear_beta):
     """`beta tanh(g / beta) sigmoid(g) * linear_beta tanh(u / linear_beta)`; g, u fp32 of one shape, over_* the reciprocals."""
-    tg, _ = _tanh(g * over_beta)
-    tu, _ = _tanh(u * over_linear_beta)
-    s, _ = _sigmoid(g)
-    return (beta * tg * s) * (linear_beta * tu)
+    # one quotient for the three factors: three exponentials and one reciprocal an element, where six would be slower than memory
+    tg, below_g = _tanh_parts(g * over_beta)
+    tu, below_u = _tanh_parts(u * over_linear_beta)
+    e = _exp2(tl.abs(g) * -1.4426950408889634)
+    return (tg * tu) * (tl.where(g < 0, e, 1.0) * (beta * linear_beta)) * _reciprocal(below_g * below_u * (1.0 + e))
 
 
 @triton.jit
 def situ_partials(g, u, beta, linear_beta, over_beta, over_linear_beta):
-    """(value, its derivative by g, its derivative by u), as `situ` takes its arguments. The value has `situ`'s bits."""
+    """(value, its derivative by g, its derivative by u), as `situ` takes its arguments; the value is `situ`'s but for its last bits."""
     tg, hg = _tanh(g * over_beta)
     tu, hu = _tanh(u * over_linear_beta)
     s, t = _sigmoid(g)

@@ -163,10 +163,11 @@ def test_the_op_carries_these_gradients_and_keeps_nothing_but_its_inputs(form: s
     leaves = [w.requires_grad_() for w in weights if isinstance(w, torch.Tensor)]
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
-    out = expert_mlp_with_grad(z, ids, gates, *weights, *BETAS, activations=Activations.SAME, microbatch=None)
+    rounding = Activations.FP8_128 if form == "FP8" else Activations.SAME
+    out = expert_mlp_with_grad(z, ids, gates, *weights, *BETAS, activations=rounding, microbatch=None)
     assert torch.cuda.memory_allocated() - before <= out.nbytes + 4096
     right = expert_mlp(z.detach().double(), ids, gates.detach().double(), *(v.double() for v in values), *BETAS)
-    assert error(out.detach(), right) < BOUND
+    assert error(out.detach(), right) < (0.06 if rounding is Activations.FP8_128 else BOUND)
     out.backward(dy)
     for leaf, gradient in zip((z, gates, *leaves), wanted, strict=False):
         assert leaf.grad is not None
