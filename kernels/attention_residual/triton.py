@@ -69,10 +69,14 @@ def _add3(a0, a1, a2, b0, b1, b2):
 
 
 @triton.jit
-def widened(x, shift):
-    """x in fp32, exactly. `shift` is 16: an argument of the kernel, so that this is another computation for the compiler in each pass."""
+def widened(x, shift, SIGNED: tl.constexpr):
+    """x in fp32, exactly. `shift` is 16: an argument of the kernel, so that this is another computation for the compiler than the first pass's conversion; and
+    passes that extend the sign and passes that do not have nothing in common either."""
     if x.dtype == tl.bfloat16:
-        return (x.to(tl.int16, bitcast=True).to(tl.int32) << shift).to(tl.float32, bitcast=True)
+        if SIGNED:
+            return (x.to(tl.int16, bitcast=True).to(tl.int32) << shift).to(tl.float32, bitcast=True)
+        else:
+            return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << shift).to(tl.float32, bitcast=True)
     else:
         return x.to(tl.float32)
 
@@ -124,7 +128,7 @@ def sources_at(values, strides, token, lane, R: tl.constexpr, ROW: tl.constexpr,
             at = tl.where(source == i, values[i] + token * strides[i], at)
         cells = tl.max_contiguous(at[:, None, None] + lane[None, :, :], [1, 2, VECTOR])
         if ALIGNED:
-            cells = tl.multiple_of(cells, [1, 1, 16])
+            cells = tl.multiple_of(cells, [1, 1, VECTOR * (values[0].dtype.element_ty.primitive_bitwidth // 8)])
         return cells
 
 
@@ -166,21 +170,23 @@ def softmax(score, score1, source, rows):
 @triton.jit
 def ask_ahead(row, count):
     """L2 is asked for `count` bytes from the pointer on, by one thread. Nothing waits for it and nothing depends on it."""
-    tl.inline_asm_elementwise(
-        """{
-        .reg .pred first;
-        .reg .b32 thread;
-        mov.u32 thread, %tid.x;
-        setp.eq.u32 first, thread, 0;
-        @first cp.async.bulk.prefetch.L2.global [$1], $2;
-        mov.u32 $0, 0;
-        }""",
-        "=r,l,r", [row.to(tl.int64, bitcast=True), count], dtype=tl.int32, is_pure=False, pack=1,
-    )
+    if not INTERPRETED:
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred first;
+            .reg .b32 thread;
+            mov.u32 thread, %tid.x;
+            setp.eq.u32 first, thread, 0;
+            @first cp.async.bulk.prefetch.L2.global [$1], $2;
+            mov.u32 $0, 0;
+            }""",
+            "=r,l,r", [row.to(tl.int64, bitcast=True), count], dtype=tl.int32, is_pure=False, pack=1,
+        )
 
 
-@triton.jit
-def _mix(values, strides, prefix, prefix_stride, delta, delta_stride, moved, query, norm, output_weight, out, tokens, rows, eps, output_eps, shifts,
+# One token is no case of its own: its bits are to be those it has among others.
+@triton.jit(do_not_specialize=["tokens", "rows"])
+def _mix(values, strides, prefix, prefix_stride, delta, delta_stride, moved, query, norm, output_weight, out, tokens, rows, eps, output_eps, shift,
          R: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr, VECTOR: tl.constexpr, THREADS: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr,
          ALIGNED: tl.constexpr, AHEAD: tl.constexpr):
     CHUNK: tl.constexpr = VECTOR * THREADS
@@ -228,7 +234,7 @@ def _mix(values, strides, prefix, prefix_stride, delta, delta_stride, moved, que
         mixed = ()
         power = tl.zeros([THREADS], tl.float32)
         for c in tl.static_range(PIECES):
-            o = tl.sum(widened(v[c], shifts[0]) * p[:, None, None], axis=0) + widened(u[c], shifts[0]) * p1
+            o = tl.sum(widened(v[c], shift, True) * p[:, None, None], axis=0) + widened(u[c], shift, True) * p1
             if NORM:
                 rounded = narrowed(o, out.dtype.element_ty)
                 power += tl.sum(rounded.to(tl.float32) * rounded.to(tl.float32), axis=1)
@@ -238,7 +244,7 @@ def _mix(values, strides, prefix, prefix_stride, delta, delta_stride, moved, que
         if NORM:
             scale = tl.rsqrt(tl.sum(power, axis=0) / D + output_eps)
             for c in tl.static_range(PIECES):
-                h = narrowed(widened(mixed[c], shifts[0]) * scale, out.dtype.element_ty)
+                h = narrowed(widened(mixed[c], shift, True) * scale, out.dtype.element_ty)
                 weight = narrowed(row_piece(output_weight, lane, c, D, CHUNK, "evict_last"), out.dtype.element_ty)
                 put_piece(out + at * D, h.to(tl.float32) * weight.to(tl.float32), lane, c, D, CHUNK)
 
@@ -252,7 +258,12 @@ class Rows:
         held = (sources,) if isinstance(sources, torch.Tensor) else tuple(sources) or (stand_in,)
         self.tensors = held if self.row else held + (held[0],) * (r - len(held))
         self.strides = tuple(t.stride(0) for t in self.tensors)
+        self.width_bytes = self.row * self.tensors[0].element_size()
         self.aligned = all(t.data_ptr() % 16 == 0 and t.stride(0) * t.element_size() % 16 == 0 for t in self.tensors)
+
+    def whole(self, width: int) -> bool:
+        """Whether a token's rows are one piece of memory that L2 can be asked for: it takes sixteen bytes and multiples."""
+        return self.aligned and self.row == width and self.width_bytes % 16 == 0
 
 
 def forward(
@@ -271,8 +282,8 @@ def forward(
     if tokens:
         _mix[(min(tokens, launch.programs),)](
             rows.tensors, rows.strides, prefix, prefix.stride(0), delta, 0 if delta is None else delta.stride(0), moved, query, norm_weight, output_weight, out,
-            tokens, count, eps, output_eps, (OPAQUE_SHIFT,), R=r, D=width, ROW=rows.row, VECTOR=launch.vector, THREADS=32 * launch.warps, ADD=delta is not None,
-            NORM=output_weight is not None, ALIGNED=rows.aligned, AHEAD=launch.ahead and rows.row > 0 and rows.row == width, **options(launch),
+            tokens, count, eps, output_eps, OPAQUE_SHIFT, R=r, D=width, ROW=rows.row, VECTOR=launch.vector, THREADS=32 * launch.warps, ADD=delta is not None,
+            NORM=output_weight is not None, ALIGNED=rows.aligned, AHEAD=launch.ahead and rows.whole(width), **options(launch),
         )
     return out, moved
 

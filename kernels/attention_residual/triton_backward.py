@@ -60,9 +60,9 @@ def _sum_piece(sums, begun, more, lane, c: tl.constexpr, D: tl.constexpr, CHUNK:
     put_piece(sums, held + more, lane, c, D, CHUNK)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "rows", "kept"])
 def _unmix(values, strides, grads, grad_strides, prefix, prefix_stride, dprefix, do, do_stride, dmoved, dmoved_stride, query, norm, output_weight, dn_rows,
-           dw_rows, tokens, rows, kept, eps, output_eps, shifts, R: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr, GRAD_ROW: tl.constexpr,
+           dw_rows, tokens, rows, kept, eps, output_eps, shift, R: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr, GRAD_ROW: tl.constexpr,
            VECTOR: tl.constexpr, THREADS: tl.constexpr, BANK: tl.constexpr, KEPT: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr,
            ALIGNED: tl.constexpr, AHEAD: tl.constexpr, SPILL: tl.constexpr):
     CHUNK: tl.constexpr = VECTOR * THREADS
@@ -112,41 +112,38 @@ def _unmix(values, strides, grads, grad_strides, prefix, prefix_stride, dprefix,
             dot += tl.sum(x * n[None, :, :], axis=2)
             square1 += tl.sum(y * y, axis=1)
             dot1 += tl.sum(y * n, axis=1)
-            if not NORM:
-                g = row_piece(dy, lane, c, D, CHUNK, "evict_last").to(tl.float32)
-                along += tl.sum(x * g[None, :, :], axis=2)
-                along1 += tl.sum(y * g, axis=1)
-        if NORM:
-            square_sum, dot_sum = tl.reduce((square, dot), 1, _add2)
-            square_sum1, dot_sum1 = tl.reduce((square1, dot1), 0, _add2)
-        else:
-            square_sum, dot_sum, along_sum = tl.reduce((square, dot, along), 1, _add3)
-            square_sum1, dot_sum1, along_sum1 = tl.reduce((square1, dot1, along1), 0, _add3)
+            g = row_piece(dy, lane, c, D, CHUNK, "evict_last").to(tl.float32)
+            if NORM:
+                g *= row_piece(output_weight, lane, c, D, CHUNK, "evict_last").to(tl.float32)
+            along += tl.sum(x * g[None, :, :], axis=2)
+            along1 += tl.sum(y * g, axis=1)
+        square_sum, dot_sum, along_sum = tl.reduce((square, dot, along), 1, _add3)
+        square_sum1, dot_sum1, along_sum1 = tl.reduce((square1, dot1, along1), 0, _add3)
         r = tl.rsqrt(square_sum / D + eps)
         r1 = tl.rsqrt(square_sum1 / D + eps)
         p, p1 = softmax(dot_sum * r, dot_sum1 * r1, source, rows)
         scale = 1.0
         back = 0.0
         if NORM:
+            # do = scale w dy - back o, so <v, do> needs <v, o> beside the <v, w dy> that is there; <o, w dy> is a sum of those.
+            tilt = tl.zeros([R, THREADS], tl.float32)
+            tilt1 = tl.zeros([THREADS], tl.float32)
             power = tl.zeros([THREADS], tl.float32)
-            pull = tl.zeros([THREADS], tl.float32)
             for c in tl.static_range(PIECES):
-                o = tl.sum(widened(v[c], shifts[0]) * p[:, None, None], axis=0) + widened(u[c], shifts[0]) * p1
-                o = narrowed(o, u[c].dtype)
+                x = widened(v[c], shift, False)
+                y = widened(u[c], shift, False)
+                o = narrowed(tl.sum(x * p[:, None, None], axis=0) + y * p1, u[c].dtype)
                 put_piece(out1, o, lane, c, D, CHUNK)
-                g = row_piece(dy, lane, c, D, CHUNK, "evict_last").to(tl.float32) * row_piece(output_weight, lane, c, D, CHUNK, "evict_last").to(tl.float32)
-                power += tl.sum(o.to(tl.float32) * o.to(tl.float32), axis=1)
-                pull += tl.sum(o.to(tl.float32) * g, axis=1)
-            power_sum, pull_sum = tl.reduce((power, pull), 0, _add2)
+                o = o.to(tl.float32)
+                tilt += tl.sum(x * o[None, :, :], axis=2)
+                tilt1 += tl.sum(y * o, axis=1)
+                power += tl.sum(o * o, axis=1)
+            tilt_sum = tl.reduce(tilt, 1, _add1)
+            tilt_sum1, power_sum = tl.reduce((tilt1, power), 0, _add2)
             scale = tl.rsqrt(power_sum / D + output_eps)
-            back = scale * scale * scale * pull_sum / D
-            for c in tl.static_range(PIECES):
-                g = row_piece(dy, lane, c, D, CHUNK, "evict_last").to(tl.float32) * row_piece(output_weight, lane, c, D, CHUNK, "evict_last").to(tl.float32)
-                g = scale * g - back * row_piece(out1, lane, c, D, CHUNK, "").to(tl.float32)
-                along += tl.sum(widened(v[c], shifts[1]) * g[None, :, :], axis=2)
-                along1 += tl.sum(widened(u[c], shifts[1]) * g, axis=1)
-            along_sum = tl.reduce(along, 1, _add1)
-            along_sum1 = tl.reduce(along1, 0, _add1)
+            back = scale * scale * scale * (tl.sum(p * along_sum, axis=0) + p1 * along_sum1) / D
+            along_sum = scale * along_sum - back * tilt_sum
+            along_sum1 = scale * along_sum1 - back * tilt_sum1
         mean = tl.sum(p * along_sum, axis=0) + p1 * along_sum1
         ds = p * (along_sum - mean)
         ds1 = p1 * (along_sum1 - mean)
@@ -165,8 +162,8 @@ def _unmix(values, strides, grads, grad_strides, prefix, prefix_stride, dprefix,
         for c in tl.static_range(PIECES):
             n = direction(query, norm, lane, c, D, CHUNK)
             g = row_piece(dy, lane, c, D, CHUNK, "evict_last").to(tl.float32)
-            x = widened(v[c], shifts[2])
-            y = widened(u[c], shifts[2])
+            x = widened(v[c], shift, True)
+            y = widened(u[c], shift, True)
             if NORM:
                 o = row_piece(out1, lane, c, D, CHUNK, "").to(tl.float32)
                 more = g * narrowed(o * scale, u[c].dtype).to(tl.float32)
@@ -207,7 +204,7 @@ def _add_up(rows, count, column, mask, D: tl.constexpr, ROWS: tl.constexpr, COLU
     return tl.sum(total, axis=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _finish(dn_rows, dw_rows, count, query, norm, dquery, dnorm, dweight, D: tl.constexpr, NORM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     mask = column < D
@@ -253,11 +250,11 @@ def backward(
     dweight = None if output_weight is None else torch.empty_like(output_weight)
     if not tokens:
         return Sums(dprefix, dquery.zero_(), dnorm.zero_(), None if dweight is None else dweight.zero_())
-    ahead = launch.ahead and rows.row == width and into.row == width
+    ahead = launch.ahead and rows.whole(width) and into.whole(width)
     _unmix[(programs,)](
         rows.tensors, rows.strides, into.tensors, into.strides, prefix, prefix.stride(0), dprefix, do, do.stride(0), dmoved,
         0 if dmoved is None else dmoved.stride(0), query, norm_weight, output_weight, dn_rows, dw_rows, tokens, count, kept, eps, output_eps,
-        (OPAQUE_SHIFT,) * 3, R=r, D=width, ROW=rows.row, GRAD_ROW=into.row, VECTOR=launch.vector, THREADS=32 * launch.warps,
+        OPAQUE_SHIFT, R=r, D=width, ROW=rows.row, GRAD_ROW=into.row, VECTOR=launch.vector, THREADS=32 * launch.warps,
         BANK=gradients is not None and count > 0, KEPT=kept > 0, ADD=dmoved is not None, NORM=norm, ALIGNED=rows.aligned and into.aligned, AHEAD=ahead,
         SPILL=launch.spill_sums, **options(launch),
     )
