@@ -7,6 +7,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from driftline.kernels.dispatch import runs_triton
 from driftline.kernels.kda_decode import Window, fold, kda_decode, reference, replay_decode
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -88,6 +89,10 @@ def poison(elements: int) -> None:
 
 def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+def test_it_is_the_kernels_that_run_here() -> None:
+    assert runs_triton(states(1, 1))
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 3e-3), (torch.float32, 2e-6)])
