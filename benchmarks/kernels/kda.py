@@ -133,9 +133,9 @@ def candidates() -> dict[str, Config]:
     """The pinned configuration and what may beat it: one kernel's numbers changed at a time."""
     return {
         "pinned": PINNED,
-        "scan: 128 values, 8 warps, 2 stages": replace(PINNED, scan_values=128, scan_warps=8),
-        "scan: 64 values, 3 stages": replace(PINNED, scan_stages=3),
-        "scan: 64 values, 1 stage": replace(PINNED, scan_stages=1),
+        "scan: 128 values, 8 warps, 2 stages": replace(PINNED, scan_values=128, scan_warps=8, scan_stages=2),
+        "scan: 2 stages": replace(PINNED, scan_stages=2),
+        "scan: 8 warps": replace(PINNED, scan_warps=8),
         "prepare: 8 warps": replace(PINNED, prepare_warps=8),
         "prepare: 16 channels": replace(PINNED, prepare_wide=16),
         "gradients: 16 channels": replace(PINNED, gradients_wide=16),

@@ -96,7 +96,7 @@ def kda_backward_reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, z:
         state = zero if initial_state is None else initial_state[n].to(kind)
         dstate = zero if dfinal_state is None else dfinal_state[n].to(kind)
         parts.append(_sequence(queries_n, keys_n, values_n, g_n, strength_n, state, out_n, dstate))
-    dq, dk, dv, dg, dbeta = (torch.cat([p[i] for p in parts], 1).transpose(0, 1).unflatten(0, (batch, steps)) for i in range(5))
+    dq, dk, dv, dg, dbeta = (torch.unflatten(torch.cat([p[i] for p in parts], 1).transpose(0, 1), 0, (batch, steps)) for i in range(5))
     draw = dg * lower_bound * open_ * (1 - open_)
     dz = draw * speed
     return (_through_norm(queries, dq).to(q.dtype), _through_norm(keys, dk).to(k.dtype), dv.to(v.dtype), dz.to(z.dtype), dbeta.to(beta.dtype),

@@ -26,13 +26,14 @@ WORKSPACE_BYTES = 16 * 2**30
 
 @dataclass(frozen=True)
 class Config:
-    """wide: channels of a key that one step of prepare and gradients takes. values: value channels of a scan's program (64 or 128)."""
+    """wide: channels of a key that one step of prepare and gradients takes. values: value channels of a scan's program (64 or 128). stages: with two,
+    Triton waits for a chunk's copies right after it issued them; with three they run while the chunk before is multiplied."""
 
     prepare_warps: int = 4
     prepare_wide: int = 32
     scan_warps: int = 4
     scan_values: int = 64
-    scan_stages: int = 2
+    scan_stages: int = 3
     gradients_warps: int = 4
     gradients_wide: int = 32
     gradients_values: int = 64
@@ -122,7 +123,7 @@ def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, z: torch.Tensor,
         sizes = (steps, chunks.each, heads, head0, group)
         if chunks.slots:
             prepare[(chunks.slots, group)](
-                q, k, v, z, beta, a_log, dt_bias, matrices, *place, w, u, qbar, ktail, t, p, decay, states, *sizes, 0, lower_bound,
+                q, k, v, z, beta, a_log, dt_bias, matrices.gates, *place, w, u, qbar, ktail, t, p, decay, states, *sizes, 0, lower_bound,
                 **shape, BLOCK=BLOCK, WIDE=config.prepare_wide, num_warps=config.prepare_warps, num_stages=1)
         if sequences:
             scan[(2 * WIDTH // config.scan_values, group, sequences)](
@@ -131,7 +132,7 @@ def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, z: torch.Tensor,
                 BV=config.scan_values, STAGES=config.scan_stages, num_warps=config.scan_warps)
         if chunks.slots:
             gradients[(chunks.slots, group)](
-                q, k, z, beta, a_log, dt_bias, do, matrices, *place, u, w, qbar, ktail, t, p, decay, states, dstates, dq, dk, dv, dz, dbeta, dbias, share, *sizes,
+                q, k, z, beta, a_log, dt_bias, do, *matrices, *place, u, w, qbar, ktail, t, p, decay, states, dstates, dq, dk, dv, dz, dbeta, dbias, share, *sizes,
                 0, lower_bound, **shape, BLOCK=BLOCK, WIDE=config.gradients_wide, BV=config.gradients_values, num_warps=config.gradients_warps, num_stages=1)
         fold[(group,)](dbias, ddt_bias, chunks.slots, group, head0, WIDE=WIDTH, LINES=16, num_warps=4, enable_fp_fusion=True)
         fold[(group,)](share, da_log, chunks.slots, group, head0, WIDE=1, LINES=1024, num_warps=4, enable_fp_fusion=True)

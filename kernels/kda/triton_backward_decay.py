@@ -8,19 +8,53 @@ holds. So e^(G_i - G_j), i >= j, is always a row factor times a column factor th
     column j, for rows of block b:   2^(the sum of g after j, up to the block's start), and 2^-(the sum from the start to j) inside the block
 
 The latter is at most e^80; rows are scaled by 2^58 and columns by 2^-58, exactly, which centres both in the range. Every such sum over tokens is
-a product with a matrix of 0, 1 and -1 (`SUMS`), the gates being split in two bfloat16: to 2^-16 of the sum, and without a single shuffle.
+a product with a matrix of 0, 1 and -1 (`sums`), the gates being rounded to fp16, 2^-12 of each: a decay is off by 2^-12 of its own logarithm, less than
+the operands that it scales. So a sum costs a matrix instruction and not one shuffle.
 """
 
 from __future__ import annotations
 
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-__all__ = ["AFTER", "BLOCK", "CHUNK", "COLUMNS", "DOWN", "END", "GROW", "INTERPRETED", "LOG2E", "LOWER", "RISE", "SINCE", "START", "TAIL", "UNTIL", "UP", "UPPER",
-           "WIDTH", "add_dot", "as_stored", "dot", "gates", "length", "narrow", "place", "rows", "sigmoid", "split", "summed", "sums"]
+__all__ = [
+    "AFTER",
+    "BLOCK",
+    "CHUNK",
+    "COLUMNS",
+    "DOWN",
+    "END",
+    "GROW",
+    "INTERPRETED",
+    "LOG2E",
+    "LOWER",
+    "RISE",
+    "SINCE",
+    "START",
+    "TAIL",
+    "UNTIL",
+    "UP",
+    "UPPER",
+    "WIDTH",
+    "Sums",
+    "add_dot",
+    "as_stored",
+    "dot",
+    "gates",
+    "length",
+    "narrow",
+    "place",
+    "rows",
+    "sigmoid",
+    "split",
+    "summed",
+    "summed_shares",
+    "sums",
+]
 
 CHUNK = 64
 """Tokens of a chunk. Chunks begin at multiples of it from each sequence's start."""
@@ -38,22 +72,34 @@ DOWN = tl.constexpr(2.0**-58)
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
-RISE, COLUMNS, END, GROW, TAIL, LOWER, UPPER, START, AFTER, SINCE, UNTIL = (tl.constexpr(n) for n in (0, 1, 5, 6, 7, 8, 9, 10, 11, 12, 13))
-"""Where in `sums` what is: four COLUMNS, one for each row's block."""
+RISE, COLUMNS, END, GROW, TAIL, LOWER, UPPER, START, AFTER = (tl.constexpr(n) for n in (0, 1, 5, 6, 7, 8, 9, 10, 11))
+"""Where in `Sums.gates` what is: four COLUMNS, one for each row's block."""
+
+SINCE, UNTIL = tl.constexpr(0), tl.constexpr(1)
+"""Where in `Sums.shares` what is."""
+
+
+class Sums(NamedTuple):
+    """gates fp16 [12, 64, 64], shares bf16 [2, 64, 64]: sums over tokens (columns) for each token (row). r, b: the row and its block, s, c: the
+    column and its block.
+
+    RISE c = b, s <= r.  COLUMNS[x] b < x: s > r, c < x; b = x: -RISE.  END s > r.  GROW s <= r.  TAIL c = b, s > r.  LOWER 2 <= c < b.
+    UPPER b < c < 2.  START c < b.  AFTER c > b.  SINCE s >= r.  UNTIL s < r."""
+
+    gates: torch.Tensor
+    shares: torch.Tensor
 
 
 @cache
-def sums(device: torch.device) -> torch.Tensor:
-    """bf16 [14, 64, 64]: sums over tokens (columns) for each token (row). r, b: the row and its block, s, c: the column and its block.
-
-    RISE c = b, s <= r.  COLUMNS[x] b < x: s > r, c < x; b = x: -RISE.  END s > r.  GROW s <= r.  TAIL c = b, s > r.  LOWER 2 <= c < b.  UPPER b < c < 2.
-    START c < b.  AFTER c > b.  SINCE s >= r.  UNTIL s < r."""
+def sums(device: torch.device) -> Sums:
     r, s = torch.arange(CHUNK)[:, None], torch.arange(CHUNK)[None, :]
     b, c = r // BLOCK, s // BLOCK
     rise, half = (b == c) & (s <= r), CHUNK // BLOCK // 2
     columns = [((b < x) & (s > r) & (c < x)).float() - ((b == x) & rise).float() for x in range(CHUNK // BLOCK)]
-    rest = (s > r, s <= r, (b == c) & (s > r), (half <= c) & (c < b), (b < c) & (c < half), c < b, c > b, s >= r, s < r)
-    return torch.stack([rise.float(), *columns, *(x.float() for x in rest)]).to(device=device, dtype=torch.bfloat16)
+    rest = (s > r, s <= r, (b == c) & (s > r), (half <= c) & (c < b), (b < c) & (c < half), c < b, c > b)
+    gates = torch.stack([rise.float(), *columns, *(x.float() for x in rest)])
+    shares = torch.stack([s >= r, s < r])
+    return Sums(gates.to(device=device, dtype=torch.float16), shares.to(device=device, dtype=torch.bfloat16))
 
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -71,6 +117,15 @@ def narrow(x):
 
 
 @triton.jit
+def widen(x):
+    """bfloat16 to fp32, an instruction each."""
+    if INTERPRETED:
+        return x.to(tl.float32)
+    else:
+        return tl.inline_asm_elementwise("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=&r,=&r,r", [x], dtype=tl.float32, is_pure=True, pack=2)
+
+
+@triton.jit
 def as_stored(x, pointer):
     """fp32 in the type that the pointer points to."""
     if INTERPRETED and pointer.dtype.element_ty == tl.bfloat16:
@@ -81,7 +136,7 @@ def as_stored(x, pointer):
 
 @triton.jit
 def dot(left, right):
-    """left @ right of bfloat16, summed in fp32."""
+    """left @ right of bfloat16 or fp16, summed in fp32."""
     if INTERPRETED:
         return tl.dot(left.to(tl.float32), right.to(tl.float32), input_precision="ieee")
     else:
@@ -149,8 +204,16 @@ def split(x):
 
 
 @triton.jit
-def summed(matrices, which: tl.constexpr, high, low, CHUNK: tl.constexpr):
-    """The sums over tokens that matrix `which` says, of high + low [64, WIDE]: fp32."""
+def summed(matrices, which: tl.constexpr, gate, CHUNK: tl.constexpr):
+    """The sums over tokens that matrix `which` says, of a gate [64, WIDE] in fp16: fp32."""
     at = tl.arange(0, CHUNK)[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
-    matrix = tl.load(matrices + which * CHUNK * CHUNK + at)
+    return dot(tl.load(matrices + (which * CHUNK * CHUNK + at)), gate)
+
+
+@triton.jit
+def summed_shares(matrices, which: tl.constexpr, share, CHUNK: tl.constexpr):
+    """The same of any fp32 [64, WIDE], to 2^-16: in two bfloat16."""
+    at = tl.arange(0, CHUNK)[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+    matrix = tl.load(matrices + (which * CHUNK * CHUNK + at))
+    high, low = split(share)
     return add_dot(matrix, high, dot(matrix, low))

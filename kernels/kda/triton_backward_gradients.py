@@ -41,15 +41,16 @@ from driftline.kernels.kda.triton_backward_decay import (
     place,
     rows,
     sigmoid,
-    split,
     summed,
+    summed_shares,
+    widen,
 )
 
 __all__ = ["fold", "gradients"]
 
 
-@triton.jit
-def gradients(q, k, z, beta, a_log, dt_bias, do, matrices, owner, first, bounds, v_in, w_io, qbar_io, ktail_io, t_in, p_in, decay_in, states_io, dstates_io, dq_out,
+@triton.jit(do_not_specialize=["steps", "chunks_each", "head0", "group", "zero"])
+def gradients(q, k, z, beta, a_log, dt_bias, do, matrices, shares, owner, first, bounds, v_in, w_io, qbar_io, ktail_io, t_in, p_in, decay_in, states_io, dstates_io, dq_out,
               dk_out, dv_out, dz_out, dbeta_out, dbias_out, da_out, steps, chunks_each, heads, head0, group, zero, lower_bound, VARLEN: tl.constexpr,
               CHUNK: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr, BV: tl.constexpr):
     """One chunk of one head a program. dq.. dz as the inputs lie; dbias fp32 [chunks, group, 128] and da fp32 [chunks, group]: this chunk's share."""
@@ -129,14 +130,14 @@ def gradients(q, k, z, beta, a_log, dt_bias, do, matrices, owner, first, bounds,
         dstate = tl.load(dstates_io + region)
         last = tl.load(decay_in + tile * WIDTH + lane) * tl.sum(state.to(tl.float32) * dstate.to(tl.float32), axis=1)
         opened = sigmoid(gates(z, dt_bias, speed, begin, valid, head, heads, channel, WIDE, CHUNK, WIDTH))
-        high, low = split(tl.where(there, lower_bound * LOG2E * opened, 0.0))
+        gate = tl.where(there, lower_bound * LOG2E * opened, 0.0).to(tl.float16)
         keys = rows(k, begin, valid, head, heads, channel, WIDE, CHUNK, WIDTH).to(tl.float32) * (k_scale * DOWN)[:, None]
         queries = rows(q, begin, valid, head, heads, channel, WIDE, CHUNK, WIDTH).to(tl.float32) * (q_scale * (WIDTH ** -0.5 * DOWN))[:, None]
 
-        start = tl.exp2(summed(matrices + still, START, high, low, CHUNK)) * DOWN
+        start = tl.exp2(summed(matrices + still, START, gate, CHUNK)) * DOWN
         dq = dot(rows(do, begin, valid, head, heads, still, WIDTH, CHUNK, WIDTH), tl.trans(state)) * start
         dk = dot(rows(dv_out, begin, valid, head, heads, still, WIDTH, CHUNK, WIDTH), tl.trans(state)) * -start
-        local = summed(matrices + still, RISE, high, low, CHUNK)
+        local = summed(matrices + still, RISE, gate, CHUNK)
         factor = tl.exp2(-local)
         keys_row = narrow(keys * factor)
         dq = add_dot(tl.load(w_io + still + square, mask=same, other=0.0), keys_row, dq)
@@ -146,49 +147,47 @@ def gradients(q, k, z, beta, a_log, dt_bias, do, matrices, owner, first, bounds,
         k_row = narrow(keys * rise)
         more = dot(tl.load(qbar_io + still + square, mask=same, other=0.0), q_row)
         more = add_dot(tl.load(qbar_io + still + (SECOND + square), mask=same, other=0.0), k_row, more)
-        product = -keys_row.to(tl.float32) * more
+        product = -widen(keys_row) * more
         dkey = factor * more
 
-        factor = tl.exp2(summed(matrices + still, TAIL, high, low, CHUNK))
+        factor = tl.exp2(summed(matrices + still, TAIL, gate, CHUNK))
         keys_row = narrow(keys * factor)
         dq = add_dot(tl.load(w_io + still + square, mask=left, other=0.0), keys_row, dq)
-        product += q_row.to(tl.float32) * dq
-        q_along += tl.sum(q_row.to(tl.float32) * dq, axis=1)
+        product += widen(q_row) * dq
+        q_along += tl.sum(widen(q_row) * dq, axis=1)
         dq = dq * rise
         dk = add_dot(tl.load(w_io + still + (SECOND + square), mask=left, other=0.0), keys_row, dk)
-        product += k_row.to(tl.float32) * dk
+        product += widen(k_row) * dk
         dkey += dk * rise
         more = dot(tl.load(qbar_io + still + square, mask=above_left, other=0.0), q_row)
         more = add_dot(tl.load(qbar_io + still + (SECOND + square), mask=above_left, other=0.0), k_row, more)
-        product -= keys_row.to(tl.float32) * more
-        ending = dot(tl.load(v_in + still + wide), tl.trans(tl.load(dstates_io + still + region))) * (tl.exp2(summed(matrices + still, AFTER, high, low, CHUNK)) * UP)
+        product -= widen(keys_row) * more
+        ending = dot(tl.load(v_in + still + wide), tl.trans(tl.load(dstates_io + still + region))) * (tl.exp2(summed(matrices + still, AFTER, gate, CHUNK)) * UP)
         dkey += factor * (more + ending)
-        start, ending = split(keys_row.to(tl.float32) * ending)
-        dgate = summed(matrices + still, UNTIL, start, ending, CHUNK) + last[None, :]
+        dgate = summed_shares(shares + still, UNTIL, widen(keys_row) * ending, CHUNK) + last[None, :]
 
-        factor = factor * tl.exp2(summed(matrices + still, UPPER, high, low, CHUNK))
+        factor = factor * tl.exp2(summed(matrices + still, UPPER, gate, CHUNK))
         keys_row = narrow(keys * factor)
-        rise = rise * tl.exp2(summed(matrices + still, LOWER, high, low, CHUNK))
+        rise = rise * tl.exp2(summed(matrices + still, LOWER, gate, CHUNK))
         more = dot(tl.load(w_io + still + square, mask=corner, other=0.0), keys_row)
         q_row = narrow(queries * rise)
-        product += q_row.to(tl.float32) * more
-        q_along += tl.sum(q_row.to(tl.float32) * more, axis=1)
+        product += widen(q_row) * more
+        q_along += tl.sum(widen(q_row) * more, axis=1)
         dq += rise * more
         tl.debug_barrier()
         tl.store(dq32 + channel * CHUNK, dq)
         more = dot(tl.load(w_io + still + (SECOND + square), mask=corner, other=0.0), keys_row)
         k_row = narrow(keys * rise)
-        product += k_row.to(tl.float32) * more
+        product += widen(k_row) * more
         dkey += rise * more
         more = dot(tl.load(qbar_io + still + square, mask=above_corner, other=0.0), q_row)
         more = add_dot(tl.load(qbar_io + still + (SECOND + square), mask=above_corner, other=0.0), k_row, more)
-        product -= keys_row.to(tl.float32) * more
+        product -= widen(keys_row) * more
         dkey += factor * more
         tl.store(dk32 + channel * CHUNK, dkey)
         k_along += tl.sum(keys * dkey, axis=1)
 
-        high, low = split(product)
-        dgate += summed(matrices + still, SINCE, high, low, CHUNK)
+        dgate += summed_shares(shares + still, SINCE, product, CHUNK)
         raw = gates(z, dt_bias, speed, begin, valid, head, heads, channel, WIDE, CHUNK, WIDTH)
         opened = sigmoid(raw)
         draw = tl.where(there, dgate * lower_bound * opened * (1.0 - opened), 0.0)
@@ -208,7 +207,7 @@ def gradients(q, k, z, beta, a_log, dt_bias, do, matrices, owner, first, bounds,
         tl.store(dk_out + (out + lane[None, :]), as_stored(k_scale[:, None] * (dk - keys * k_along[:, None]), dk_out), mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunks", "group", "head0"])
 def fold(parts, out, chunks, group, head0, WIDE: tl.constexpr, LINES: tl.constexpr):
     """Sum over the chunks, in a fixed order, of [chunks, group, WIDE] into out [heads, WIDE] from head0 on. One head a program."""
     slot = tl.program_id(0)

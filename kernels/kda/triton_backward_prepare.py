@@ -80,7 +80,7 @@ def _invert_blocks(a, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
     return tl.reshape(tl.where(same, inverse[:, :, None, :], 0.0), [CHUNK, CHUNK])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["steps", "chunks_each", "head0", "group", "zero"])
 def prepare(q, k, v, z, beta, a_log, dt_bias, matrices, owner, first, bounds, w_out, u_out, qbar_out, ktail_out, t_out, p_out, decay_out, rows_out, steps, chunks_each, heads,
             head0, group, zero, lower_bound, VARLEN: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr):
     """One chunk of one head a program. Outputs bf16 [chunks, group, 64, 128] (t, p: [.., 64, 64]), decay fp32 [chunks, group, 128]; zero rows where no token is."""
@@ -113,24 +113,24 @@ def prepare(q, k, v, z, beta, a_log, dt_bias, matrices, owner, first, bounds, w_
     for channel in range(0, WIDTH, WIDE):
         still = channel * zero
         gate = lower_bound * LOG2E * sigmoid(gates(z, dt_bias, speed, begin, valid, head, heads, channel, WIDE, CHUNK, WIDTH))
-        high, low = split(tl.where(i < valid, gate, 0.0))
+        gate = tl.where(i < valid, gate, 0.0).to(tl.float16)
         keys = rows(k, begin, valid, head, heads, channel, WIDE, CHUNK, WIDTH).to(tl.float32) * k_scale[:, None]
         queries = rows(q, begin, valid, head, heads, channel, WIDE, CHUNK, WIDTH).to(tl.float32) * q_scale[:, None]
         lane = channel + tl.arange(0, WIDE)[None, :]
         at = i * WIDTH + lane
-        grow = tl.exp2(summed(matrices + still, GROW, high, low, CHUNK))
+        grow = tl.exp2(summed(matrices + still, GROW, gate, CHUNK))
         tl.store(decay_out + (lane + i * 0), grow, mask=i == CHUNK - 1)
         tl.store(w_out + at, narrow(keys * grow * strength[:, None]))
         tl.store(qbar_out + at, narrow(queries * grow))
-        tl.store(ktail_out + at, narrow(keys * tl.exp2(summed(matrices + still, END, high, low, CHUNK))))
-        rise = tl.exp2(summed(matrices + still, RISE, high, low, CHUNK)) * UP
+        tl.store(ktail_out + at, narrow(keys * tl.exp2(summed(matrices + still, END, gate, CHUNK))))
+        rise = tl.exp2(summed(matrices + still, RISE, gate, CHUNK)) * UP
         stash = i * WIDE + tl.arange(0, WIDE)[None, :]
         tl.store(rows_out + stash, narrow(keys * rise))
         tl.store(rows_out + (CHUNK * WIDE + stash), narrow(queries * rise))
         tl.debug_barrier()
         keys = keys * DOWN
         for block in tl.static_range(CHUNK // BLOCK):
-            column = tl.trans(narrow(keys * tl.exp2(summed(matrices + still, COLUMNS + block, high, low, CHUNK))))
+            column = tl.trans(narrow(keys * tl.exp2(summed(matrices + still, COLUMNS + block, gate, CHUNK))))
             mine = i // BLOCK == block
             pairs = add_dot(tl.load(rows_out + still + stash, mask=mine, other=0.0), column, pairs)
             scores = add_dot(tl.load(rows_out + still + (CHUNK * WIDE + stash), mask=mine, other=0.0), column, scores)

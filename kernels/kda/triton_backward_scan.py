@@ -16,7 +16,7 @@ from driftline.kernels.kda.triton_backward_decay import add_dot, dot, narrow
 __all__ = ["scan"]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["steps", "chunks_each", "head0", "group"])
 def scan(w_in, u_io, qbar_in, ktail_in, decay_in, do, initial, dfinal, states_out, dstates_out, dinitial_out, first, bounds, steps, chunks_each, heads,
          head0, group, VARLEN: tl.constexpr, INITIAL: tl.constexpr, DFINAL: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, BV: tl.constexpr,
          STAGES: tl.constexpr):
