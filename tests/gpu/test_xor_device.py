@@ -65,12 +65,11 @@ def test_a_thousand_runs_give_one_hash_and_a_byte_that_differs_gives_another() -
 
     even, odd = digest(), digest()
     assert even != odd
-    states = [new.clone()]
-    counted = pair.run()
-    states.append(new.clone())
+    states = [(pair.run().clone(), new.clone()) for _ in range(2)]
     differing = torch.zeros((), dtype=torch.int64, device="cuda")
     for i in range(1000):
-        differing += (pair.run() != counted).sum() + (new.view(torch.int16) != states[i % 2].view(torch.int16)).sum()
+        counts, held = states[i % 2]
+        differing += (pair.run() != counts).sum() + (new.view(torch.int16) != held.view(torch.int16)).sum()
     assert differing.item() == 0
     assert digest() in (even, odd)
     new.view(torch.uint8)[5] ^= 1
