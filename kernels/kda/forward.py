@@ -14,7 +14,8 @@ import torch
 
 from driftline.kernels.kda.segments import SEGMENT, segmented
 
-__all__ = ["CHUNK", "PANEL", "PREPARE", "WALK", "WALK_CANDIDATES", "WIDTH", "WORKSPACE_BYTES", "Inputs", "Launch", "Layout", "Workspace", "forward", "layout_of"]
+__all__ = ["CHUNK", "PANEL", "PREPARE", "WALK", "WALK_CANDIDATES", "WIDTH", "WORKSPACE_BYTES", "Inputs", "Launch", "Layout",
+           "Workspace", "compose", "forward", "layout_of", "prepare", "walk"]
 
 CHUNK = 64
 """Tokens a chunk; a carried state at a multiple of it continues with the same bits."""
@@ -108,7 +109,8 @@ def layout_of(batch: int, steps: int, cu_seqlens: torch.Tensor | None, tokens: i
     return Layout(sequences, pieces, 1, table, offsets)
 
 
-def _prepare(x: Inputs, layout: Layout, space: Workspace, first: int, last: int) -> None:
+def prepare(x: Inputs, layout: Layout, space: Workspace, first: int, last: int) -> None:
+    """The chunks [first, last) of every head into the workspace, from its beginning."""
     from driftline.kernels.kda.triton_chunks import prepare_chunks
 
     steps, heads = x.q.shape[1:3]
@@ -119,9 +121,9 @@ def _prepare(x: Inputs, layout: Layout, space: Workspace, first: int, last: int)
         num_stages=PREPARE.stages, enable_fp_fusion=True)
 
 
-def _walk(x: Inputs, layout: Layout, space: Workspace, cu_seqlens: torch.Tensor | None, o: torch.Tensor, final: torch.Tensor, first: int, last: int,
+def walk(x: Inputs, layout: Layout, space: Workspace, cu_seqlens: torch.Tensor | None, o: torch.Tensor, final: torch.Tensor, first: int, last: int,
           launch: Launch, segments: Layout | None = None, transfer: torch.Tensor | None = None, entries: torch.Tensor | None = None) -> None:
-    """The chunks [first, last); with segments, of every segment, and with `transfer` the segments' transfers instead of the outputs."""
+    """The state over the chunks [first, last), outputs on the way; with segments, over each, and with `transfer` their transfers instead of outputs."""
     from driftline.kernels.kda.triton_scan import walk_chunks
 
     heads = x.q.shape[2]
@@ -139,7 +141,8 @@ def _walk(x: Inputs, layout: Layout, space: Workspace, cu_seqlens: torch.Tensor 
         STAGES=launch.stages, num_warps=launch.warps, num_stages=launch.stages, enable_fp_fusion=True)
 
 
-def _compose(x: Inputs, segments: Layout, transfer: torch.Tensor, entries: torch.Tensor, final: torch.Tensor) -> None:
+def compose(x: Inputs, segments: Layout, transfer: torch.Tensor, entries: torch.Tensor, final: torch.Tensor) -> None:
+    """The state that each segment begins with, from the transfers of those before it."""
     from driftline.kernels.kda.triton_scan import compose_segments
 
     heads = x.q.shape[2]
@@ -149,8 +152,11 @@ def _compose(x: Inputs, segments: Layout, transfer: torch.Tensor, entries: torch
         V=WIDTH, BV=COMPOSE.columns, STAGES=COMPOSE.stages, num_warps=COMPOSE.warps, num_stages=COMPOSE.stages, enable_fp_fusion=True)
 
 
-def forward(x: Inputs, cu_seqlens: torch.Tensor | None, *, launch: Launch = WALK, panel: int = PANEL) -> tuple[torch.Tensor, torch.Tensor]:
-    """o [B, T, H, 128] in v's dtype and the final state [N, H, 128, 128] fp32. cu_seqlens [N + 1] int32 or int64 with B = 1, or None and N = B."""
+def forward(x: Inputs, cu_seqlens: torch.Tensor | None, *, launch: Launch = WALK, panel: int = PANEL, in_segments: bool | None = None) -> tuple[
+        torch.Tensor, torch.Tensor]:
+    """o [B, T, H, 128] in v's dtype and the final state [N, H, 128, 128] fp32. cu_seqlens [N + 1] int32 or int64 with B = 1, or None and N = B.
+
+    The keywords are for timing; of them only `in_segments` (None: by the rule for the number of heads) changes bits."""
     batch, steps, heads, _ = x.q.shape
     layout = layout_of(batch, steps, cu_seqlens, CHUNK)
     device = x.q.device
@@ -162,22 +168,22 @@ def forward(x: Inputs, cu_seqlens: torch.Tensor | None, *, launch: Launch = WALK
         else:
             final.copy_(x.initial_state)
         return o, final
-    if segmented(heads):
+    if segmented(heads) if in_segments is None else in_segments:
         segments = layout_of(batch, steps, cu_seqlens, SEGMENT)
         space = Workspace.of(layout.pieces, heads, device)
-        _prepare(x, layout, space, 0, layout.pieces)
+        prepare(x, layout, space, 0, layout.pieces)
         transfer = torch.empty(segments.pieces, heads, WIDTH, 2 * WIDTH, dtype=torch.float32, device=device)
         entries = torch.empty(segments.pieces, heads, WIDTH, WIDTH, dtype=torch.float32, device=device)
         if segments.pieces > segments.a_step:
-            _walk(x, layout, space, cu_seqlens, o, final, 0, layout.pieces, launch, segments, transfer=transfer)
+            walk(x, layout, space, cu_seqlens, o, final, 0, layout.pieces, launch, segments, transfer=transfer)
         if segments.pieces > segments.a_step or segments.table is not None:
-            _compose(x, segments, transfer, entries, final)
-        _walk(x, layout, space, cu_seqlens, o, final, 0, layout.pieces, launch, segments, entries=entries)
+            compose(x, segments, transfer, entries, final)
+        walk(x, layout, space, cu_seqlens, o, final, 0, layout.pieces, launch, segments, entries=entries)
         return o, final
     size = max(panel // (heads * CHUNK) // layout.a_step, 1) * layout.a_step
     space = Workspace.of(min(size, layout.pieces), heads, device)
     for first in range(0, layout.pieces, size):
         last = min(first + size, layout.pieces)
-        _prepare(x, layout, space, first, last)
-        _walk(x, layout, space, cu_seqlens, o, final, first, last, launch)
+        prepare(x, layout, space, first, last)
+        walk(x, layout, space, cu_seqlens, o, final, first, last, launch)
     return o, final
