@@ -39,12 +39,12 @@ def packed(out: int, width: int) -> Mxfp4Weight:
     return Mxfp4Weight(codes, torch.randint(117, 122, (EXPERTS, out, width // 32), dtype=torch.uint8, device="cuda"))
 
 
-def routed(tokens: int, *, skewed: bool) -> torch.Tensor:
+def routed(tokens: int, *, skewed: bool, device: str = "cuda") -> torch.Tensor:
     """int64 [tokens, 16], different experts in a row: each expert equally often, or the e-th most popular with odds e^-1.2."""
     if skewed:
-        odds = torch.arange(1, EXPERTS + 1, device="cuda", dtype=torch.float32).pow(-1.2)[torch.randperm(EXPERTS, device="cuda")]
+        odds = torch.arange(1, EXPERTS + 1, device=device, dtype=torch.float32).pow(-1.2)[torch.randperm(EXPERTS, device=device)]
         return torch.multinomial(odds.expand(tokens, -1), TOP_K)
-    turn = torch.arange(tokens * TOP_K, device="cuda").view(tokens, TOP_K)
+    turn = torch.arange(tokens * TOP_K, device=device).view(tokens, TOP_K)
     return (turn * 367 + 11) % EXPERTS  # 367 and 896 have no common divisor: each expert once in every 56 tokens
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -101,3 +103,21 @@ def test_configurations_are_looked_up_by_shapes() -> None:
         assert pinned(Form.MXFP4, Activations.SAME, tokens * 16, 896, 3584) == table[row]
     assert pinned(Form.MXFP4, Activations.SAME, 8192 * 16, 896, 384).down.features == 128
     assert list(ROWS) == sorted(ROWS)
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 56, 8192])
+def test_the_benchmarks_routing_is_balanced_and_its_floor_counts_what_is_reached(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "benchmarks" / "kernels"))
+    monkeypatch.delitem(sys.modules, "moe", raising=False)
+    import moe
+
+    ids = moe.routed(tokens, skewed=False, device="cpu")
+    counts = torch.bincount(ids.reshape(-1), minlength=896)
+    assert counts.max() - counts.min() <= 1
+    assert all(row.unique().numel() == 16 for row in ids[:100])
+    moved, flops = moe.least(ids, 17 / 32)
+    assert moved == min(16 * tokens, 896) * 3 * 3584 * 3072 * 17 / 32 + 4 * tokens * 3584
+    assert flops == tokens * 16 * 3 * 2 * 3584 * 3072
+    skewed = moe.routed(512, skewed=True, device="cpu")
+    assert all(row.unique().numel() == 16 for row in skewed)
+    assert torch.bincount(skewed.reshape(-1)).max() > 100
