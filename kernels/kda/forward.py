@@ -102,7 +102,7 @@ def layout_of(batch: int, steps: int, cu_seqlens: torch.Tensor | None, tokens: i
     from driftline.kernels.kda.triton_chunks import chunk_table
 
     sequences = cu_seqlens.numel() - 1
-    pieces = steps // tokens + sequences
+    pieces = steps // tokens + sequences if sequences else 0
     table = torch.empty(pieces, 4, dtype=torch.int32, device=cu_seqlens.device)
     offsets = torch.empty(sequences + 1, dtype=torch.int32, device=cu_seqlens.device)
     chunk_table[(sequences + 1,)](cu_seqlens, table, offsets, sequences, pieces, C=tokens, BLOCK=128, num_warps=4, enable_fp_fusion=True)
@@ -133,7 +133,7 @@ def walk(x: Inputs, layout: Layout, space: Workspace, cu_seqlens: torch.Tensor |
     def given(t: torch.Tensor | None) -> torch.Tensor:
         return x.q if t is None else t
 
-    walk_chunks[(columns // launch.columns, heads, layout.sequences if segments is None else segments.pieces)](
+    walk_chunks[(columns // launch.columns * (layout.sequences if segments is None else segments.pieces), heads)](
         x.v, space.k_grow, space.q_grow, space.k_tail, space.inverse, space.a_qk, space.decay, space.betas, given(cu_seqlens), given(layout.offsets),
         given(segments.table if segments else None), given(segments.offsets if segments else None), given(x.initial_state), final, given(transfer),
         given(entries), o, first, last, layout.sequences, x.q.shape[1], heads, *x.v.stride()[:2], SEGMENT=SEGMENT // CHUNK if segments else 0,
@@ -146,7 +146,7 @@ def compose(x: Inputs, segments: Layout, transfer: torch.Tensor, entries: torch.
     from driftline.kernels.kda.triton_scan import compose_segments
 
     heads = x.q.shape[2]
-    compose_segments[(WIDTH // COMPOSE.columns, heads, segments.sequences)](
+    compose_segments[(WIDTH // COMPOSE.columns * segments.sequences, heads)](
         transfer, x.q if x.initial_state is None else x.initial_state, entries, final, x.q if segments.offsets is None else segments.offsets,
         segments.sequences, segments.pieces // segments.a_step, heads, HAS_INITIAL=x.initial_state is not None, VARLEN=segments.table is not None, K=WIDTH,
         V=WIDTH, BV=COMPOSE.columns, STAGES=COMPOSE.stages, num_warps=COMPOSE.warps, num_stages=COMPOSE.stages, enable_fp_fusion=True)
@@ -158,11 +158,12 @@ def forward(x: Inputs, cu_seqlens: torch.Tensor | None, *, launch: Launch = WALK
 
     The keywords are for timing; of them only `in_segments` (None: by the rule for the number of heads) changes bits."""
     batch, steps, heads, _ = x.q.shape
+    cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
     layout = layout_of(batch, steps, cu_seqlens, CHUNK)
     device = x.q.device
     o = torch.empty(x.v.shape, dtype=x.v.dtype, device=device)
     final = torch.empty(layout.sequences, heads, WIDTH, WIDTH, dtype=torch.float32, device=device)
-    if not layout.pieces or not heads:
+    if not layout.pieces or not layout.sequences or not heads:
         if x.initial_state is None:
             final.zero_()
         else:

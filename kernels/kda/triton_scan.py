@@ -28,9 +28,10 @@ def walk_chunks(v, k_grow, q_grow, k_tail, inverse, a_qk, decay, betas, cu_seqle
     """SEGMENT 0: a program a sequence, over its chunks in [first_chunk, last_chunk); a state that began earlier is in `final`. SEGMENT n: a program a
     segment of n chunks; it starts from `entries`. SUMMARY: write the transfer [segments, H, K, V + K] of a segment with another after it, and no
     outputs. Workspace tiles are numbered from first_chunk, and the chunks of a batch without cu_seqlens interleave: chunk i of row b is i * B + b."""
-    rv = tl.program_id(0) * BV + tl.arange(0, BV)
+    COLUMNS: tl.constexpr = (V + K) // BV if SUMMARY else V // BV
+    rv = tl.program_id(0) % COLUMNS * BV + tl.arange(0, BV)
     h = tl.program_id(1)
-    n = tl.program_id(2)
+    n = tl.program_id(0) // COLUMNS
     lo = 0
     segment = n.to(tl.int64)
     if SEGMENT > 0:
@@ -126,9 +127,9 @@ def compose_segments(transfer, initial, entries, final, segment_offsets, sequenc
                      K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr):
     """The state that each segment starts from, S <- M S + S~ in order, in fp32 (three tf32 products a step). A sequence without tokens gets its final
     state here, for no segment of it exists."""
-    rv = tl.program_id(0) * BV + tl.arange(0, BV)
+    rv = tl.program_id(0) % (V // BV) * BV + tl.arange(0, BV)
     h = tl.program_id(1)
-    n = tl.program_id(2)
+    n = tl.program_id(0) // (V // BV)
     rk = tl.arange(0, K)
     state = rk[:, None] * V + rv[None, :]
     home = (n.to(tl.int64) * heads + h) * (K * V)

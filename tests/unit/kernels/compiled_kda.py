@@ -55,7 +55,7 @@ def test_many_heads_take_two_launches_with_wide_accesses_and_the_state_in_regist
     assert prepare.count(r"LDG\.E\.128") >= 3 * 8, "q, k and z, 16 bytes an access"
     assert prepare.count(r"STG\.E\.128") >= 3 * 8
     assert products(prepare) == (8 * 8 + 6 * 4, 14)
-    assert walk.grid == (1, 96, 1)
+    assert walk.grid == (1, 96)
     assert walk.count(r"LDGSTS\.E\.BYPASS\.128") >= 2 * 16, "five tiles copied ahead, 16 bytes an access"
     assert products(walk) == (8 + 8 + 4 + 4 + 4, 5)
     assert walk.shared > 2 * 64 * 1024, "at least two chunks in flight"

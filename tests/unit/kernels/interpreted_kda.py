@@ -208,6 +208,16 @@ def test_the_table_names_every_piece_of_every_sequence(lengths: list[int], token
     assert layout.offsets.tolist() == [sum(-(-m // tokens) for m in lengths[:n]) for n in range(len(lengths) + 1)]
 
 
+@pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0]])
+@pytest.mark.parametrize("in_segments", [False, True])
+def test_sequences_without_any_token_keep_their_states(lengths: list[int], in_segments: bool) -> None:
+    x, state = raw(1, 1, 1).tokens(0, 0), states(len(lengths))
+    inputs = kernel_inputs(x.q, x.k, x.v, x.z, x.beta, x.a_log, x.dt_bias, -5.0, state)
+    o, final = fw.forward(inputs, torch.zeros(len(lengths) + 1, dtype=torch.int32), in_segments=in_segments)
+    assert o.shape == x.v.shape
+    assert torch.equal(final, state)
+
+
 def test_the_rule_for_segments_reads_heads_alone_and_its_length_is_whole_chunks() -> None:
     assert segments.segmented(12)
     assert not segments.segmented(96)
