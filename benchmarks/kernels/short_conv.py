@@ -49,11 +49,12 @@ def conv_rows(steps: int, *, whole: bool) -> list[Row]:
     out = [Row(case, ours, QUOTED + "SGLang", SGLANG_PREFILL.get(steps), bytes=2 * x.nbytes, peak=peak)]
     if whole:
         eager = partial(torch_conv, x, weight.bfloat16(), tail)
-        out.append(Row(case, ours, "torch conv1d and silu, eager", measure(eager, rounds=10).median_ms, bytes=2 * x.nbytes, peak=peak, peer_peak=peak_bytes(eager)))
+        peer, peer_ms = "torch conv1d and silu, eager", measure(eager, rounds=10).median_ms
+        out.append(Row(case, ours, peer, peer_ms, bytes=2 * x.nbytes, peak=peak, peer_peak=peak_bytes(eager)))
         wide, narrow = [t.requires_grad_() for t in (x, weight, tail)], [t.detach().bfloat16().requires_grad_() for t in (x, weight, tail)]
         grad = noise(1, steps, CHANNELS)
         train, theirs = partial(both_ways, short_conv, wide, grad), partial(both_ways, torch_conv, narrow, grad)
-        out.append(Row(case + ", forward and backward", measure(train, rounds=20).median_ms, "torch conv1d and silu, eager", measure(theirs, rounds=5).median_ms,
+        out.append(Row(case + ", forward and backward", measure(train, rounds=20).median_ms, peer, measure(theirs, rounds=5).median_ms,
                        bytes=5 * x.nbytes, peak=peak_bytes(train), peer_peak=peak_bytes(theirs)))
     return out
 
@@ -62,7 +63,8 @@ def decode_rows(rows: int = 64) -> list[Row]:
     weight, slots = noise(CHANNELS, 4, dtype=torch.float32), torch.randperm(2 * rows, device="cuda")[:rows].to(torch.int32)
     x, tails = noise(rows, CHANNELS), noise(2 * rows, 3, CHANNELS)
     run = partial(short_conv_decode, x, weight, tails, slots)
-    out = [Row("convolution, decode of 64 rows", graphed(run).median_ms, QUOTED + "vLLM", VLLM_UPDATE[1], bytes=8 * x.nbytes + weight.nbytes, note="in a graph")]
+    moved = 8 * x.nbytes + weight.nbytes
+    out = [Row("convolution, decode of 64 rows", graphed(run).median_ms, QUOTED + "vLLM", VLLM_UPDATE[1], bytes=moved, note="in a graph")]
     for tokens in (4, 8):
         x, history = noise(rows, tokens, CHANNELS), noise(2 * rows, 3 + tokens, CHANNELS)
         accepted = torch.randint(0, tokens + 1, (rows,), device="cuda", dtype=torch.int32)
@@ -77,7 +79,8 @@ def norm_rows(steps: int, *, whole: bool) -> list[Row]:
     o, weight, gate = noise(steps, HEADS, 128), noise(128, dtype=torch.float32), noise(steps, HEADS, 128)
     case = f"gated norm, {steps} tokens of 96 heads"
     run, eager = partial(gated_norm, o, weight, gate, EPS), partial(norm_reference.gated_norm, o, weight, gate, EPS)
-    out = [Row(case, measure(run).median_ms, "torch, eager", measure(eager, rounds=10).median_ms, bytes=3 * o.nbytes, peak=peak_bytes(run), peer_peak=peak_bytes(eager))]
+    ours, theirs_ms = measure(run).median_ms, measure(eager, rounds=10).median_ms
+    out = [Row(case, ours, "torch, eager", theirs_ms, bytes=3 * o.nbytes, peak=peak_bytes(run), peer_peak=peak_bytes(eager))]
     if whole:
         inputs, grad = [t.requires_grad_() for t in (o, weight, gate)], noise(steps, HEADS, 128)
         train = partial(both_ways, partial(gated_norm, eps=EPS), inputs, grad)

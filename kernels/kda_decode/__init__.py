@@ -56,7 +56,8 @@ def replay_decode(
         raise ValueError(f"q has {q.shape[1]} tokens a row; the window holds 1 to {window.capacity}: draft fewer or make a larger Window")
     for name, held, new in (("k", window.k, k), ("v", window.v, v), ("z", window.z, z), ("beta", window.beta, beta)):
         if held.dtype != new.dtype:
-            raise ValueError(f"{name} is {new.dtype} and the window holds {held.dtype}: what is folded later must be what was scored; make the Window in {new.dtype}")
+            raise ValueError(f"{name} is {new.dtype} and the window holds {held.dtype}: what is folded later must be what was scored; "
+                             f"make the Window in {new.dtype}")
     tensors = (q, k, v, z, beta, a_log, dt_bias, pool, slots)
     if runs_triton(*tensors, window.k, accepted) and pool.dtype == torch.float32:
         from driftline.kernels.kda_decode import triton
@@ -110,7 +111,7 @@ def _checked_rows(
 def _checked_window(window: Window, pool: torch.Tensor, slots: torch.Tensor, accepted: torch.Tensor) -> None:
     held = (pool.shape[0], window.capacity, pool.shape[1])
     if tuple(window.k.shape) != (*held, pool.shape[2]) or tuple(window.v.shape) != (*held, pool.shape[3]) or not 1 <= window.capacity <= LONGEST_WINDOW:
-        raise ValueError(f"window holds k {tuple(window.k.shape)} and v {tuple(window.v.shape)}; make it with Window.empty for the pool's {pool.shape[0]} slots "
-                         f"and {pool.shape[1]} heads and at most {LONGEST_WINDOW} tokens")
+        raise ValueError(f"window holds k {tuple(window.k.shape)} and v {tuple(window.v.shape)}; make it with Window.empty for the pool's "
+                         f"{pool.shape[0]} slots and {pool.shape[1]} heads and at most {LONGEST_WINDOW} tokens")
     if accepted.dtype != torch.int32 or accepted.shape != slots.shape:
         raise ValueError(f"accepted is {accepted.dtype} {tuple(accepted.shape)}; give int32 {tuple(slots.shape)}, a count for each row")

@@ -76,15 +76,15 @@ def _reciprocal_norm(x):
 
 @gluon.jit
 def _rows(tensor, offset, step, head, t, live):
-    """Raw [tokens, 128] of one row and head, zero where not live."""
+    """Raw [tokens, 128] of one row and head, zero where not live. offset, step: of the row and of a token, in heads."""
     n = gl.arange(0, _DIM, gl.SliceLayout(0, _TOKEN))
-    return gl.load(tensor + offset + (t * step + head * _DIM)[:, None] + n[None, :], mask=live[:, None], other=0.0)
+    return gl.load(tensor + offset * _DIM + ((t * step + head) * _DIM)[:, None] + n[None, :], mask=live[:, None], other=0.0)
 
 
 @gluon.jit
 def _put_rows(tensor, offset, step, head, t, live, value):
     n = gl.arange(0, _DIM, gl.SliceLayout(0, _TOKEN))
-    gl.store(tensor + offset + (t * step + head * _DIM)[:, None] + n[None, :], value, mask=live[:, None])
+    gl.store(tensor + offset * _DIM + ((t * step + head) * _DIM)[:, None] + n[None, :], value, mask=live[:, None])
 
 
 @gluon.jit
@@ -191,13 +191,14 @@ def _store_state(places, state):
         gl.store(places + p * (_PART * _DIM), state[p])
 
 
-@gluon.jit(do_not_specialize=["items", "tokens", "beta_row", "beta_step", "capacity"])
+@gluon.jit(do_not_specialize=["items", "heads", "tokens", "qkv_row", "qkv_step", "z_row", "z_step", "beta_row", "beta_step", "capacity"])
 def _replay(q, k, v, z, beta, a_log, dt_bias, pool, slots, accepted, held_k, held_v, held_z, held_beta, out, items, heads, tokens, qkv_row, qkv_step, z_row,
             z_step, beta_row, beta_step, capacity, lower, FOLD: gl.constexpr, SCORE: gl.constexpr, OLD: gl.constexpr, NEW: gl.constexpr, COPIES: gl.constexpr,
             STAGED: gl.constexpr):
     """FOLD: the accepted tokens of the window held go into the state. SCORE: the new tokens are run from there; with FOLD their raw inputs are held and
     the state that is kept is the one before them, else (plain decode) the one after them. OLD, NEW: rows of the tiles, at least what they hold. An item
-    is a row's head. STAGED: the state of the next item is asked for while this one is worked on."""
+    is a row's head. Rows and steps of q, k, v and z are strides in heads; no integer is specialised, so one compilation is for any shape. STAGED: the
+    state of the next item is asked for while this one is worked on."""
     n = gl.arange(0, _DIM, gl.SliceLayout(0, _TOKEN))
     t_old = gl.arange(0, OLD, gl.SliceLayout(1, _TOKEN))
     t_new = gl.arange(0, NEW, gl.SliceLayout(1, _TOKEN))
@@ -221,9 +222,9 @@ def _replay(q, k, v, z, beta, a_log, dt_bias, pool, slots, accepted, held_k, hel
                 count = gl.minimum(gl.maximum(gl.load(accepted + row), 0), capacity)
                 old = t_old < count
                 held = slot * capacity * heads
-                old_k = _rows(held_k, held * _DIM, heads * _DIM, head, t_old, old)
-                old_z = _rows(held_z, held * _DIM, heads * _DIM, head, t_old, old)
-                old_v = _rows(held_v, held * _DIM, heads * _DIM, head, t_old, old)
+                old_k = _rows(held_k, held, heads, head, t_old, old)
+                old_z = _rows(held_z, held, heads, head, t_old, old)
+                old_v = _rows(held_v, held, heads, head, t_old, old)
                 old_beta = gl.load(held_beta + held + t_old * heads + head, mask=old, other=0.0)
             if SCORE:
                 new_k = _rows(k, wide * qkv_row, qkv_step, head, t_new, new)
@@ -251,9 +252,9 @@ def _replay(q, k, v, z, beta, a_log, dt_bias, pool, slots, accepted, held_k, hel
             _wait()
             if FOLD:
                 if SCORE:
-                    _put_rows(held_k, held * _DIM, heads * _DIM, head, t_new, new, new_k)
-                    _put_rows(held_z, held * _DIM, heads * _DIM, head, t_new, new, new_z)
-                    _put_rows(held_v, held * _DIM, heads * _DIM, head, t_new, new, new_v)
+                    _put_rows(held_k, held, heads, head, t_new, new, new_k)
+                    _put_rows(held_z, held, heads, head, t_new, new, new_z)
+                    _put_rows(held_v, held, heads, head, t_new, new, new_v)
                     gl.store(held_beta + held + t_new * heads + head, new_beta, mask=new)
                 for i in range(count):
                     state = _recur(state, old_decays.index(i), old_keys.index(i), old_again.index(i), old_values.index(i))
@@ -271,7 +272,7 @@ def _replay(q, k, v, z, beta, a_log, dt_bias, pool, slots, accepted, held_k, hel
                 _ask(buffer, pool, next_slot, following % heads, heads)
             if SCORE:
                 zero = gl.zeros([NEW, _DIM], gl.float32, _TOKEN).to(out.dtype.element_ty)
-                _put_rows(out, wide * tokens * heads * _DIM, heads * _DIM, head, t_new, new, zero)
+                _put_rows(out, wide * tokens * heads, heads, head, t_new, new, zero)
         slot = next_slot
 
 
@@ -291,27 +292,29 @@ def _tile(tokens: int) -> int:
 
 
 def _dense(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """[B, T, H, 128] views of one stride and whole heads; what is not is copied."""
-    whole = all(t.stride(-1) == 1 and t.stride(-2) == t.shape[-1] and t.stride() == tensors[0].stride() for t in tensors)
-    return tensors if whole else tuple(t.contiguous() for t in tensors)
+    """[B, T, H, 128] views of one stride that is of whole heads; what is not is copied."""
+    row, step, head, one = tensors[0].stride()
+    whole = one == 1 and head == tensors[0].shape[3] and row % head == 0 and step % head == 0
+    return tensors if whole and all(t.stride() == tensors[0].stride() for t in tensors) else tuple(t.contiguous() for t in tensors)
 
 
 def _launch(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, z: torch.Tensor, beta: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor, pool: torch.Tensor,
-    slots: torch.Tensor, window: Window, accepted: torch.Tensor, out: torch.Tensor, lower_bound: float, configuration: Configuration, *, folds: bool, scores: bool,
+    slots: torch.Tensor, window: Window, accepted: torch.Tensor, out: torch.Tensor, lower_bound: float, configuration: Configuration, *, folds: bool,
+    scores: bool,
 ) -> None:
     rows, tokens, heads = out.shape[:3]
     q, k, v = _dense(q, k, v)
     (z,) = _dense(z)
     beta = beta if beta.stride(-1) == 1 else beta.contiguous()
-    items, programs = rows * heads, configuration.programs
+    items, programs, whole = rows * heads, configuration.programs, int(_DIM.value)
     grid = items if programs is None else min(items, programs * _multiprocessors(pool.device))
     if items:
         _replay[(grid,)](
-            q, k, v, z, beta, a_log, dt_bias, pool, slots, accepted, window.k, window.v, window.z, window.beta, out, items, heads, tokens, k.stride(0),
-            k.stride(1), z.stride(0), z.stride(1), beta.stride(0), beta.stride(1), window.capacity, float(lower_bound), FOLD=folds, SCORE=scores,
-            OLD=_tile(window.capacity), NEW=_tile(tokens), COPIES=configuration.copies, STAGED=programs is not None, num_warps=4,
-            maxnreg=configuration.registers, enable_fp_fusion=False,
+            q, k, v, z, beta, a_log, dt_bias, pool, slots, accepted, window.k, window.v, window.z, window.beta, out, items, heads, tokens,
+            k.stride(0) // whole, k.stride(1) // whole, z.stride(0) // whole, z.stride(1) // whole, beta.stride(0), beta.stride(1), window.capacity,
+            float(lower_bound), FOLD=folds, SCORE=scores, OLD=_tile(window.capacity), NEW=_tile(tokens), COPIES=configuration.copies,
+            STAGED=programs is not None, num_warps=4, maxnreg=configuration.registers, enable_fp_fusion=False,
         )
 
 

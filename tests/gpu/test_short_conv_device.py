@@ -147,7 +147,8 @@ def test_the_gated_norm_rounds_as_torch_does_step_by_step(rows: int) -> None:
 
 
 def test_the_gated_norms_gradients_are_near_fp64_and_no_repeat_differs() -> None:
-    ours = [noise(700, 96, 128).requires_grad_(), (1 + 0.2 * noise(128, seed=1, dtype=torch.float32)).requires_grad_(), noise(700, 96, 128, seed=2).requires_grad_()]
+    weight = 1 + 0.2 * noise(128, seed=1, dtype=torch.float32)
+    ours = [noise(700, 96, 128).requires_grad_(), weight.requires_grad_(), noise(700, 96, 128, seed=2).requires_grad_()]
     theirs = [t.detach().double().requires_grad_() for t in ours]
     grad = noise(700, 96, 128, seed=3)
     torch.autograd.backward(norm_reference.gated_norm(theirs[0], theirs[1], theirs[2], EPS), grad.double())
