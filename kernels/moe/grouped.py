@@ -84,8 +84,8 @@ TABLE: dict[tuple[Form, bool], tuple[Pinned, ...]] = {
         Pinned(_16, Product(64, 4, 3), Product(128, 4, 3)),
         Pinned(_32, Product(64, 4, 3), Product(128, 4, 3)),
         Pinned(_64, Product(64, 4, 3), Product(128, 4, 3)),
-        Pinned(_128, Product(64, 4, 2), Product(128, 4, 2)),
-        Pinned(_128, Product(64, 4, 2), Product(128, 4, 2)),
+        Pinned(_128, Product(128, 8, 2), Product(256, 8, 2)),
+        Pinned(_160, Product(128, 8, 2), Product(256, 8, 2)),
     ),
 }
 """By (form of the weights, whether activations are FP8 with a scale per 128): from few rows an expert to many."""

@@ -78,7 +78,7 @@ def test_results_are_the_references_to_their_roundings(form: Form, activations: 
 @pytest.mark.parametrize(
     ("form", "activations", "rows"),
     [(Form.MXFP4, Activations.SAME, range(len(ROWS) + 1)), (Form.MXFP4, Activations.FP8_128, (0, 2)), (Form.FP8, Activations.FP8_128, (0, 3)),
-     (Form.BFLOAT16, Activations.SAME, (0, 3))],
+     (Form.BFLOAT16, Activations.SAME, (0, 3, 4))],
 )
 def test_no_configuration_changes_a_bit(form: Form, activations: Activations, rows: Sequence[int], table: None) -> None:
     """What is pinned for few rows and what is pinned for many: a token of a decode step and the same token in a learner's batch."""
