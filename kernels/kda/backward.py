@@ -46,8 +46,11 @@ def kda_backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, z: torch.Ten
         return kda_backward_reference(q, k, v, z, beta, a_log, dt_bias, lower_bound, initial_state, cu_seqlens, do, dfinal_state)
     if (width, values) != (HEAD_WIDTH, HEAD_WIDTH):
         raise ValueError(f"the kernels take K = V = {HEAD_WIDTH}, got K = {width} and V = {values}: run the reference on the CPU")
+    if not q.dtype == k.dtype == v.dtype == torch.bfloat16:
+        raise ValueError(f"the kernels take q, k and v in bfloat16, got {q.dtype}, {k.dtype} and {v.dtype}: convert them")
     from driftline.kernels.kda.triton_backward import backward
 
+    do = do.to(v.dtype)
     q, k, v, z, beta, a_log, dt_bias, do = (x.contiguous() for x in (q, k, v, z, beta, a_log, dt_bias, do))
     initial_state, dfinal_state = (x if x is None else x.contiguous() for x in (initial_state, dfinal_state))
     return backward(q, k, v, z, beta, a_log, dt_bias, lower_bound, initial_state, cu_seqlens, do, dfinal_state)

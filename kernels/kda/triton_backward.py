@@ -26,16 +26,19 @@ WORKSPACE_BYTES = 16 * 2**30
 
 @dataclass(frozen=True)
 class Config:
-    """wide: channels of a key that one step of prepare and gradients takes. values: value channels of a scan's program (64 or 128). stages: with two,
-    Triton waits for a chunk's copies right after it issued them; with three they run while the chunk before is multiplied."""
+    """wide: channels of a key that one step of prepare and gradients takes. registers: a thread's, at most: 255 let two programs of 4 warps share a
+    multiprocessor, 168 three. values: value channels of a scan's program (64 or 128). stages: with two, Triton waits for a chunk's copies right after
+    it issued them; with three they run while the chunk before is multiplied."""
 
     prepare_warps: int = 4
     prepare_wide: int = 32
+    prepare_registers: int = 255
     scan_warps: int = 4
     scan_values: int = 64
     scan_stages: int = 3
     gradients_warps: int = 4
     gradients_wide: int = 32
+    gradients_registers: int = 255
     gradients_values: int = 64
 
 
@@ -124,7 +127,8 @@ def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, z: torch.Tensor,
         if chunks.slots:
             prepare[(chunks.slots, group)](
                 q, k, v, z, beta, a_log, dt_bias, matrices.gates, *place, w, u, qbar, ktail, t, p, decay, states, *sizes, 0, lower_bound,
-                **shape, BLOCK=BLOCK, WIDE=config.prepare_wide, num_warps=config.prepare_warps, num_stages=1)
+                **shape, BLOCK=BLOCK, WIDE=config.prepare_wide, num_warps=config.prepare_warps,
+                num_stages=1, maxnreg=config.prepare_registers)
         if sequences:
             scan[(2 * WIDTH // config.scan_values, group, sequences)](
                 w, u, qbar, ktail, decay, do, initial_state if initial_state is not None else decay, dfinal_state if dfinal_state is not None else decay,
@@ -133,7 +137,8 @@ def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, z: torch.Tensor,
         if chunks.slots:
             gradients[(chunks.slots, group)](
                 q, k, z, beta, a_log, dt_bias, do, *matrices, *place, u, w, qbar, ktail, t, p, decay, states, dstates, dq, dk, dv, dz, dbeta, dbias, share, *sizes,
-                0, lower_bound, **shape, BLOCK=BLOCK, WIDE=config.gradients_wide, BV=config.gradients_values, num_warps=config.gradients_warps, num_stages=1)
+                0, lower_bound, **shape, BLOCK=BLOCK, WIDE=config.gradients_wide, BV=config.gradients_values, num_warps=config.gradients_warps,
+                num_stages=1, maxnreg=config.gradients_registers)
         fold[(group,)](dbias, ddt_bias, chunks.slots, group, head0, WIDE=WIDTH, LINES=16, num_warps=4, enable_fp_fusion=True)
         fold[(group,)](share, da_log, chunks.slots, group, head0, WIDE=1, LINES=1024, num_warps=4, enable_fp_fusion=True)
     return Gradients(dq, dk, dv, dz, dbeta, da_log, ddt_bias, dinitial)
