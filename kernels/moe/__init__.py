@@ -65,7 +65,9 @@ def _check(
         raise ValueError(f"ids has shape {tuple(ids.shape)} and dtype {ids.dtype}; give one row of integers a token, [{z.shape[0]}, k]")
     if gates.shape != ids.shape:
         raise ValueError(f"gates has shape {tuple(gates.shape)}; give one gate an id, {tuple(ids.shape)}")
-    kind = next(k for k in _ALLOWED if isinstance(w1, k))
+    kind = next((k for k in _ALLOWED if isinstance(w1, k)), None)
+    if kind is None:
+        raise ValueError(f"w1 is a {type(w1).__name__}; give a tensor, an Mxfp4Weight or an Fp8Weight")
     if not isinstance(w3, kind) or not isinstance(w2, kind):
         raise ValueError(f"w1 is a {type(w1).__name__}, w3 a {type(w3).__name__} and w2 a {type(w2).__name__}; give all three in one form")
     if len(w1.shape) != 3 or w1.shape[2] != z.shape[1]:

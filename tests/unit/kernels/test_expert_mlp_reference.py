@@ -85,6 +85,7 @@ BAD = {
     "gates": {"gates": torch.zeros(3, 3)},
     "w1": {"z": torch.zeros(3, 64)},
     "w3": {"w3": case(Form.MXFP4, 1, 1, 3, 256, 128).w1},
+    "w1 is a list": {"w1": [1.0]},
     "one form": {"w2": torch.zeros(3, 128, 256)},
     "activations": {k: torch.zeros(3, *s) for k, s in {"w1": (256, 128), "w3": (256, 128), "w2": (128, 256)}.items()} | {"activations": Activations.FP8_128},
     "microbatch": {"microbatch": 0},
