@@ -145,11 +145,18 @@ def candidates() -> dict[str, Config]:
 
 
 def sweep() -> None:
+    """Besides the time, how far each candidate's dk and dz are from the pinned one's, relative: roundings apart, they are the same function."""
     for shape in (Shape(8192, 96, False), Shape(8192, 12, False)):
         (q, k, v, z, beta, a_log, dt_bias), do = inputs(shape)
+        pinned = None
         for name, config in candidates().items():
-            timing = harness.measure(partial(backward, q, k, v, z, beta, a_log, dt_bias, -5.0, None, None, do, None, config=config), rounds=10)
-            print(f"backward {shape.name:28} {name:40} {timing.median_ms:8.3f} ms  (10 % {timing.p10_ms:.3f}, 90 % {timing.p90_ms:.3f})", flush=True)
+            call = partial(backward, q, k, v, z, beta, a_log, dt_bias, -5.0, None, None, do, None, config=config)
+            found = call()
+            pinned = pinned or found
+            off = max(((a.float() - b.float()).norm() / b.float().norm()).item() for a, b in ((found.k, pinned.k), (found.z, pinned.z)))
+            timing = harness.measure(call, rounds=10)
+            print(f"backward {shape.name:28} {name:40} {timing.median_ms:8.3f} ms  (10 % {timing.p10_ms:.3f}, 90 % {timing.p90_ms:.3f})  off by {off:.1e}",
+                  flush=True)
 
 
 def version(package: str) -> str | None:
