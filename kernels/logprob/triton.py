@@ -167,7 +167,9 @@ def gradients(hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, inv
     width = min(width or part_width(hidden.shape[0], hidden.element_size()), -(-vocabulary // 16) * 16)
     space = hidden.new_empty(min(hidden.shape[0], ROWS_AT_ONCE), width)
     d_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format) if to_hidden else None
-    d_weight = torch.zeros_like(weight) if to_weight and not blocks else torch.empty_like(weight) if to_weight else None
+    d_weight = torch.empty_like(weight, memory_format=torch.contiguous_format) if to_weight else None
+    if d_weight is not None and not blocks:
+        d_weight.zero_()
     for span in [blocks] if to_weight else [[block] for block in blocks]:
         sums = [_sum(d_hidden[block], vocabulary > width) if d_hidden is not None else None for block in span]
         for first in range(0, vocabulary, width):

@@ -133,6 +133,17 @@ def test_a_rows_gradient_is_the_same_in_any_batch() -> None:
     assert torch.equal(to_hidden(slice(33, 69)), whole[33:69])
 
 
+def test_a_weight_that_lies_transposed_has_the_same_numbers_and_gradients() -> None:
+    hidden, weight, ids, temperature = case(20, 40, 24)
+    across = weight.t().contiguous().t()
+    assert all(torch.equal(a, b) for a, b in zip(ours(hidden, across, ids, temperature), ours(hidden, weight, ids, temperature), strict=True))
+    rest = (ids, temperature.reciprocal(), ours(hidden, weight, ids, temperature)[2], torch.ones(20))
+    for a, b in zip(kernels.gradients(hidden, across, *rest, to_hidden=True, to_weight=True),
+                    kernels.gradients(hidden, weight, *rest, to_hidden=True, to_weight=True), strict=True):
+        assert a is not None
+        assert torch.equal(a, b)
+
+
 def test_no_rows_have_no_numbers_and_no_gradients() -> None:
     hidden, weight, ids, temperature = case(0, 90, 24)
     assert [t.shape for t in ours(hidden, weight, ids, temperature)] == [(0,)] * 3
