@@ -24,7 +24,7 @@ __all__ = ["BACKWARD", "FORWARD", "Launch", "Rows", "forward", "launch_of", "opt
 @dataclass(frozen=True)
 class Launch:
     """How a kernel is launched for a tile of R sources. `programs`: at most so many, each taking every programs-th token; `registers`: the most a thread
-    may take (None: the compiler's choice); `ahead`: ask L2 for the next token's bank rows while this one is computed; `spill_sums`: sums over tokens stay in
+    may take (None: the compiler's choice); `ahead`: ask L2 for the next token's rows while this one is computed; `spill_sums`: sums over tokens stay in
     memory (in L2, in practice), not in registers."""
 
     warps: int
@@ -184,6 +184,18 @@ def ask_ahead(row, count):
         )
 
 
+@triton.jit
+def ask_rows(values, strides, token, rows, R: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr):
+    """L2 is asked for the first `rows` sources of a token: one piece where they lie next to one another."""
+    BYTES: tl.constexpr = D * (values[0].dtype.element_ty.primitive_bitwidth // 8)
+    if ROW > 0:
+        ask_ahead(values[0] + token * strides[0], rows * BYTES)
+    else:
+        for i in tl.static_range(R):
+            if i < rows:
+                ask_ahead(values[i] + token * strides[i], rows * 0 + BYTES)
+
+
 # One token is no case of its own: its bits are to be those it has among others.
 @triton.jit(do_not_specialize=["tokens", "rows"])
 def _mix(values, strides, prefix, prefix_stride, delta, delta_stride, moved, query, norm, output_weight, out, tokens, rows, eps, output_eps, shift,
@@ -196,6 +208,13 @@ def _mix(values, strides, prefix, prefix_stride, delta, delta_stride, moved, que
     there = (source < rows)[:, None, None]
     for token in range(tl.program_id(0), tokens, tl.num_programs(0)):
         at = tl.cast(token, tl.int64)
+        if AHEAD:
+            after = at + tl.num_programs(0)
+            if after < tokens:
+                ask_rows(values, strides, after, rows, R, D, ROW)
+                ask_rows((prefix,), (prefix_stride,), after, 1, 1, D, D)
+                if ADD:
+                    ask_rows((delta,), (delta_stride,), after, 1, 1, D, D)
         cells = sources_at(values, strides, at, lane, R, ROW, VECTOR, ALIGNED)
         v = ()
         u = ()
@@ -205,10 +224,6 @@ def _mix(values, strides, prefix, prefix_stride, delta, delta_stride, moved, que
             u += (row_piece(prefix + at * prefix_stride, lane, c, D, CHUNK, "evict_first"),)
             if ADD:
                 w += (row_piece(delta + at * delta_stride, lane, c, D, CHUNK, "evict_first"),)
-        if AHEAD:
-            after = at + tl.num_programs(0)
-            if after < tokens:
-                ask_ahead(values[0] + after * strides[0], rows * (ROW * values[0].dtype.element_ty.primitive_bitwidth // 8))
         if ADD:
             sums = ()
             for c in tl.static_range(PIECES):
@@ -258,12 +273,12 @@ class Rows:
         held = (sources,) if isinstance(sources, torch.Tensor) else tuple(sources) or (stand_in,)
         self.tensors = held if self.row else held + (held[0],) * (r - len(held))
         self.strides = tuple(t.stride(0) for t in self.tensors)
-        self.width_bytes = self.row * self.tensors[0].element_size()
         self.aligned = all(t.data_ptr() % 16 == 0 and t.stride(0) * t.element_size() % 16 == 0 for t in self.tensors)
 
-    def whole(self, width: int) -> bool:
-        """Whether a token's rows are one piece of memory that L2 can be asked for: it takes sixteen bytes and multiples."""
-        return self.aligned and self.row == width and self.width_bytes % 16 == 0
+    def asked(self, width: int, *others: torch.Tensor | None) -> bool:
+        """Whether L2 can be asked for a token's rows, and for those of `others`: it takes pieces that begin at, and are of, multiples of sixteen bytes."""
+        tensors = [*self.tensors, *(t for t in others if t is not None)]
+        return self.row in (0, width) and all(t.data_ptr() % 16 == 0 and t.stride(0) * t.element_size() % 16 == 0 and width * t.element_size() % 16 == 0 for t in tensors)
 
 
 def forward(
@@ -283,7 +298,7 @@ def forward(
         _mix[(min(tokens, launch.programs),)](
             rows.tensors, rows.strides, prefix, prefix.stride(0), delta, 0 if delta is None else delta.stride(0), moved, query, norm_weight, output_weight, out,
             tokens, count, eps, output_eps, OPAQUE_SHIFT, R=r, D=width, ROW=rows.row, VECTOR=launch.vector, THREADS=32 * launch.warps, ADD=delta is not None,
-            NORM=output_weight is not None, ALIGNED=rows.aligned, AHEAD=launch.ahead and rows.whole(width), **options(launch),
+            NORM=output_weight is not None, ALIGNED=rows.aligned, AHEAD=launch.ahead and rows.asked(width, prefix, delta), **options(launch),
         )
     return out, moved
 

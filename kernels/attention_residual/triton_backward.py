@@ -28,7 +28,7 @@ from driftline.kernels.attention_residual.triton import (
     Rows,
     _add2,
     _add3,
-    ask_ahead,
+    ask_rows,
     columns,
     direction,
     launch_of,
@@ -83,18 +83,20 @@ def _unmix(values, strides, grads, grad_strides, prefix, prefix_stride, dprefix,
                 dw += (tl.zeros([THREADS, VECTOR], tl.float32),)
     for token in range(program, tokens, tl.num_programs(0)):
         at = tl.cast(token, tl.int64)
+        if AHEAD:
+            after = at + tl.num_programs(0)
+            if after < tokens:
+                ask_rows(values, strides, after, rows, R, D, ROW)
+                ask_rows((prefix,), (prefix_stride,), after, 1, 1, D, D)
+                ask_rows((do,), (do_stride,), after, 1, 1, D, D)
+                if KEPT:
+                    ask_rows(grads, grad_strides, after, kept, R, D, GRAD_ROW)
         cells = sources_at(values, strides, at, lane, R, ROW, VECTOR, ALIGNED)
         v = ()
         u = ()
         for c in tl.static_range(PIECES):
             v += (tile_piece(cells, there, lane, c, D, CHUNK, "evict_first"),)
             u += (row_piece(prefix + at * prefix_stride, lane, c, D, CHUNK, "evict_first"),)
-        if AHEAD:
-            after = at + tl.num_programs(0)
-            if after < tokens:
-                ask_ahead(values[0] + after * strides[0], rows * (ROW * values[0].dtype.element_ty.primitive_bitwidth // 8))
-                if KEPT:
-                    ask_ahead(grads[0] + after * grad_strides[0], kept * (GRAD_ROW * grads[0].dtype.element_ty.primitive_bitwidth // 8))
         dy = do + at * do_stride
         # With an output norm this row holds what was mixed until the gradient overwrites it: each thread reads what it wrote itself.
         out1 = dprefix + at * D
@@ -112,7 +114,7 @@ def _unmix(values, strides, grads, grad_strides, prefix, prefix_stride, dprefix,
             dot += tl.sum(x * n[None, :, :], axis=2)
             square1 += tl.sum(y * y, axis=1)
             dot1 += tl.sum(y * n, axis=1)
-            g = row_piece(dy, lane, c, D, CHUNK, "evict_last").to(tl.float32)
+            g = row_piece(dy, lane, c, D, CHUNK, "").to(tl.float32)
             if NORM:
                 g *= row_piece(output_weight, lane, c, D, CHUNK, "evict_last").to(tl.float32)
             along += tl.sum(x * g[None, :, :], axis=2)
@@ -161,7 +163,7 @@ def _unmix(values, strides, grads, grad_strides, prefix, prefix_stride, dprefix,
         dw_next = ()
         for c in tl.static_range(PIECES):
             n = direction(query, norm, lane, c, D, CHUNK)
-            g = row_piece(dy, lane, c, D, CHUNK, "evict_last").to(tl.float32)
+            g = row_piece(dy, lane, c, D, CHUNK, "evict_first").to(tl.float32)
             x = widened(v[c], shift, True)
             y = widened(u[c], shift, True)
             if NORM:
@@ -250,7 +252,7 @@ def backward(
     dweight = None if output_weight is None else torch.empty_like(output_weight)
     if not tokens:
         return Sums(dprefix, dquery.zero_(), dnorm.zero_(), None if dweight is None else dweight.zero_())
-    ahead = launch.ahead and rows.whole(width) and into.whole(width)
+    ahead = launch.ahead and rows.asked(width, prefix, do) and (kept == 0 or into.asked(width))
     _unmix[(programs,)](
         rows.tensors, rows.strides, into.tensors, into.strides, prefix, prefix.stride(0), dprefix, do, do.stride(0), dmoved,
         0 if dmoved is None else dmoved.stride(0), query, norm_weight, output_weight, dn_rows, dw_rows, tokens, count, kept, eps, output_eps,

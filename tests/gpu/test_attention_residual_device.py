@@ -248,6 +248,17 @@ def test_every_candidate_of_the_sweep_gives_the_pinned_bits() -> None:
     for launch in (replace(pinned, ahead=not pinned.ahead), replace(pinned, programs=17), replace(pinned, programs=264)):
         assert torch.equal(mixed(launch), wanted)
     assert error(mixed(replace(pinned, warps=16, vector=2)), wanted) < 1e-3
+    unkernels = importlib.import_module("driftline.kernels.attention_residual.triton_backward")
+    back = kernels.launch_of(kernels.BACKWARD, 8, False)[1]
+
+    def gradients(launch: object) -> list[torch.Tensor]:
+        held = case.bank.clone()
+        sums = unkernels.backward(case.bank, held, 8, moved, case.do, case.dmoved, case.query, case.norm, EPS, None, 0.0, launch)
+        return [held, sums.dprefix, sums.dquery, sums.dnorm]
+
+    first = gradients(back)
+    for launch in (replace(back, ahead=not back.ahead), replace(back, spill_sums=not back.spill_sums)):
+        assert all(torch.equal(a, b) for a, b in zip(gradients(launch), first, strict=True))
 
 
 def test_no_tokens_and_a_bank_without_rows_are_mixed() -> None:
