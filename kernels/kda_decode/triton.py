@@ -234,6 +234,8 @@ def _replay(q, k, v, z, beta, a_log, dt_bias, pool, slots, accepted, held_k, hel
                 new_beta = gl.load(beta + wide * beta_row + t_new * beta_step + head, mask=new, other=0.0)
             places = _places(pool, slot, head, heads)
             if STAGED:
+                # Without a barrier here the compiler would ask for the raw inputs when the state is there, instead of before.
+                _wait()
                 # The state has come, and no warp reads the tiles of the item before any more.
                 async_copy.wait_group(0)
                 _wait()

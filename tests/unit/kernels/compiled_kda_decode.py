@@ -89,5 +89,11 @@ def test_the_step_is_multiply_adds_that_were_asked_for(kind: str, tokens: int) -
 
 @pytest.mark.parametrize(("kind", "tokens"), CASES)
 def test_no_warp_waits_for_another_between_tokens(kind: str, tokens: int) -> None:
-    """Three barriers for a state, and one the compiler puts before the copy behind a padding row."""
-    assert machine_code(kind, tokens).count("BAR.SYNC") == 4
+    """Four barriers for a state, and one the compiler puts before the copy behind a padding row."""
+    assert machine_code(kind, tokens).count("BAR.SYNC") == 5
+
+
+@pytest.mark.parametrize(("kind", "tokens"), CASES)
+def test_raw_inputs_are_asked_for_before_the_state_is_waited_for(kind: str, tokens: int) -> None:
+    sass = machine_code(kind, tokens)
+    assert 0 < sass.rindex("LDG.E.64") < sass.index("DEPBAR.LE SB0, 0x0") < sass.index("LDS.128")
