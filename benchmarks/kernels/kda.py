@@ -136,11 +136,11 @@ def candidates() -> dict[str, Config]:
         "scan: 128 values, 8 warps, 2 stages": replace(PINNED, scan_values=128, scan_warps=8, scan_stages=2),
         "scan: 2 stages": replace(PINNED, scan_stages=2),
         "scan: 8 warps": replace(PINNED, scan_warps=8),
-        "prepare: 168 registers": replace(PINNED, prepare_registers=168),
+        "prepare: 255 registers": replace(PINNED, prepare_registers=255),
         "gradients: 168 registers": replace(PINNED, gradients_registers=168),
         "prepare: 8 warps": replace(PINNED, prepare_warps=8),
         "gradients: 16 channels": replace(PINNED, gradients_wide=16),
-        "gradients: 8 warps, 64 channels": replace(PINNED, gradients_warps=8, gradients_wide=64),
+        "gradients: 16 channels, 168 registers": replace(PINNED, gradients_wide=16, gradients_registers=168),
     }
 
 

@@ -32,7 +32,7 @@ class Config:
 
     prepare_warps: int = 4
     prepare_wide: int = 32
-    prepare_registers: int = 255
+    prepare_registers: int = 168
     scan_warps: int = 4
     scan_values: int = 64
     scan_stages: int = 3

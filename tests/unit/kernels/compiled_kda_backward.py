@@ -15,8 +15,9 @@ from driftline.kernels.offline import SHARED_LIMIT, CompiledKernel, compiling_fo
 
 torch.set_num_threads(1)
 
-SPILLED = {"prepare": 0, "scan": 0, "gradients": 1280, "fold": 0}
-"""Bytes a thread that may go to the stack. gradients holds eleven tiles of [64, 32] at a time; what does not fit stays in the first cache."""
+SPILLED = {"prepare": 512, "scan": 0, "gradients": 1280, "fold": 0}
+"""Bytes a thread that may go to the stack, and stay in the first cache. prepare gives up registers for a third program on a multiprocessor; gradients
+holds eleven tiles of [64, 32] at a time."""
 
 
 @cache
