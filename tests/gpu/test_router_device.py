@@ -105,7 +105,7 @@ def test_gradients_are_float64s(kinds: tuple[torch.dtype, torch.dtype]) -> None:
     for mine, right in zip(found, wanted, strict=True):
         assert mine.dtype == kinds[0]
         relative = ((mine.double() - right).norm() / right.norm()).item()
-        assert relative < (0.002 if kinds[0] is torch.bfloat16 else 1e-5)
+        assert relative < (0.003 if kinds[0] is torch.bfloat16 else 1e-5)
     unchosen = torch.ones(EXPERTS, dtype=torch.bool, device="cuda")
     unchosen[ids.flatten()] = False
     assert not found[1][unchosen].any()
