@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ class CompiledKernel:
 
     def sass(self) -> str:
         """The machine code, by the disassembler that Triton's package carries."""
-        return _tool("nvdisasm", self.cubin, "-c")
+        return _disassembled(self.cubin)
 
     def count(self, instruction: str) -> int:
         """How many machine instructions begin with this name (HGMMA, QGMMA, LDL, STL, MUFU, ...)."""
@@ -60,6 +61,11 @@ def _tool(name: str, cubin: bytes, *flags: str) -> str:
         path.write_bytes(cubin)
         tool = Path(next(iter(backend.__path__))) / "bin" / name
         return subprocess.run([tool, *flags, path], capture_output=True, text=True, check=True).stdout
+
+
+@lru_cache(maxsize=256)
+def _disassembled(cubin: bytes) -> str:
+    return _tool("nvdisasm", cubin, "-c")
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
