@@ -30,7 +30,7 @@ __all__ = ["chunk_table", "gate_log2", "inverse_norm", "prepare_chunks"]
 _LOG2E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sequences", "rows"])
 def chunk_table(cu_seqlens, table, offsets, sequences, rows, C: tl.constexpr, BLOCK: tl.constexpr):
     """Where the pieces of C tokens lie, for sequences of any length: table [rows, 4] int32 (sequence, first token, tokens, index in the sequence),
     -1 beyond the last, and offsets [sequences + 1] int32, each sequence's first piece. One program a sequence and one for what is beyond."""
@@ -127,7 +127,7 @@ def _inverse(a, i, j, C: tl.constexpr):
     return _merge(t, a, i, j, 32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_chunk", "sequences", "steps", "heads", "beta_batch", "beta_step"])
 def prepare_chunks(q, k, z, beta, a_log, dt_bias, table, k_grow, q_grow, k_tail, inverse, a_qk, decay, betas, first_chunk, sequences, steps, heads,
                    q_batch, q_step, k_batch, k_step, z_batch, z_step, beta_batch, beta_step, SCALE: tl.constexpr, LOWER: tl.constexpr,
                    VARLEN: tl.constexpr, C: tl.constexpr, K: tl.constexpr):

@@ -20,7 +20,7 @@ import triton.language as tl
 __all__ = ["compose_segments", "walk_chunks"]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_chunk", "last_chunk", "sequences", "steps", "heads"])
 def walk_chunks(v, k_grow, q_grow, k_tail, inverse, a_qk, decay, betas, cu_seqlens, offsets, segment_table, segment_offsets, initial, final, transfer,
                 entries, o, first_chunk, last_chunk, sequences, steps, heads, v_batch, v_step, SEGMENT: tl.constexpr, SUMMARY: tl.constexpr,
                 HAS_INITIAL: tl.constexpr, VARLEN: tl.constexpr, C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
@@ -122,7 +122,7 @@ def walk_chunks(v, k_grow, q_grow, k_tail, inverse, a_qk, decay, betas, cu_seqle
         tl.store(final + home, s)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sequences", "segments", "heads"])
 def compose_segments(transfer, initial, entries, final, segment_offsets, sequences, segments, heads, HAS_INITIAL: tl.constexpr, VARLEN: tl.constexpr,
                      K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr):
     """The state that each segment starts from, S <- M S + S~ in order, in fp32 (three tf32 products a step). A sequence without tokens gets its final

@@ -41,7 +41,7 @@ _NOBODY, _SEVERAL = -1, -2
 
 
 class Launched(NamedTuple):
-    """A launch that was compiled and not run."""
+    """A launch that was compiled and not run, with the arguments that its code still takes: Triton folds an integer of 1."""
 
     kernel: CompiledKernel
     arguments: tuple[Any, ...]
@@ -414,7 +414,8 @@ def launches_of(op: Callable[[], object]) -> list[Launched]:
         def run(self: Any, *args: Any, grid: Any, warmup: Any, **kwargs: Any) -> Any:
             done = compile_only(self, *args, grid=grid, warmup=warmup, **kwargs)
             match = [k for k in kernels if k.cubin == done.asm["cubin"]]
-            found.append(Launched(match[-1], args))
+            folded = [not isinstance(x, torch.Tensor) and x == 1 and not p.do_not_specialize for x, p in zip(args, self.params, strict=False)]
+            found.append(Launched(match[-1], tuple(x for x, gone in zip(args, folded, strict=True) if not gone)))
             return done
 
         jit.run = run
@@ -427,7 +428,7 @@ def launches_of(op: Callable[[], object]) -> list[Launched]:
 
 def run_on_cpu(launches: Sequence[Launched], tensors: Sequence[torch.Tensor]) -> set[str]:
     """Run the launches in order on the tensors that they were given, contiguous ones, in place; returns the hazards. `tensors` are those to fill and
-    read back besides what the launches name. Arguments that the compiler folded are left out as Triton does: an integer of 1."""
+    read back besides what the launches name."""
     places: dict[int, tuple[int, torch.Tensor]] = {}
     end = 1024
     for tensor in [*tensors, *(x for launch in launches for x in launch.arguments if isinstance(x, torch.Tensor))]:
@@ -447,10 +448,10 @@ def run_on_cpu(launches: Sequence[Launched], tensors: Sequence[torch.Tensor]) ->
     hazards: set[str] = set()
     for kernel, given in launches:
         machine = Machine(kernel)
-        pointers = [places[x.data_ptr()][0] if isinstance(x, torch.Tensor) else int(x) for x in given if isinstance(x, torch.Tensor) or x != 1]
+        words = [places[x.data_ptr()][0] if isinstance(x, torch.Tensor) else int(x) for x in given]
         grid = (*kernel.grid, 1, 1)[:3]
         for block in np.ndindex(*grid):
-            machine.run([*pointers, 0, 0], block, memory)
+            machine.run([*words, 0, 0], block, memory)
         hazards |= machine.hazards
     for at, tensor in places.values():
         if tensor.numel():
