@@ -92,8 +92,8 @@ def sweep(z: torch.Tensor, weights: Sequence[ExpertWeight], only: str) -> None:
     table = grouped.TABLE[key]
     wide = table[-1].grouping
     candidates = {
-        1: [Pinned(Grouping(((16, 0),)), Product(64, 4, s), Product(m, 4, s)) for m in (64, 128) for s in (3, 4, 5)],
-        64: [Pinned(Grouping(((n, 0),)), Product(64, 4, s), Product(128, 4, s)) for n in (16, 32) for s in (3, 4, 5)],
+        1: [Pinned(Grouping(((16, 0),)), Product(64, 4, s, k), Product(m, 4, s, k)) for m in (64, 128) for s, k in ((3, 1), (4, 1), (2, 2), (3, 2))],
+        64: [Pinned(Grouping(((n, 0),)), Product(64, 4, s, k), Product(128, 4, s, k)) for n in (16, 32) for s, k in ((3, 1), (4, 1), (2, 2), (3, 2))],
         256: [Pinned(Grouping(((n, 0),)), Product(64, 4, s), Product(128, 4, s)) for n in (16, 32, 64) for s in (3, 4)],
         1024: [Pinned(Grouping(((32, 0),)), Product(64, 4, 4), Product(128, 4, 4)), Pinned(Grouping(((32, 0), (64, 0))), Product(64, 4, 3), Product(128, 4, 3)),
                Pinned(Grouping(((32, 0), (64, 0))), Product(128, 8, 3), Product(256, 8, 3))],

@@ -35,11 +35,13 @@ class Grouping(NamedTuple):
 
 
 class Product(NamedTuple):
-    """features: rows of a tile (of each matrix); warps; stages: of 128 of K in flight."""
+    """features: rows of a tile (of each matrix); warps; steps: stretches of 128 of K that are asked for together, and taken one after another; stages: such steps
+    in flight, and one. Two steps read 128 neighbouring bytes of a packed row at a time instead of 64."""
 
     features: int
     warps: int
     stages: int
+    steps: int = 1
 
 
 class Pinned(NamedTuple):
@@ -60,8 +62,8 @@ ROWS = (4, 24, 56, 88)
 
 TABLE: dict[tuple[Form, bool], tuple[Pinned, ...]] = {
     (Form.MXFP4, False): (
-        Pinned(_16, Product(64, 4, 3), Product(128, 4, 3)),
-        Pinned(_32, Product(64, 4, 3), Product(128, 4, 3)),
+        Pinned(_16, Product(64, 4, 2, 2), Product(128, 4, 2, 2)),
+        Pinned(_32, Product(64, 4, 2, 2), Product(128, 4, 2, 2)),
         Pinned(_64, Product(64, 4, 3), Product(128, 4, 3)),
         Pinned(_96, Product(128, 8, 3), Product(256, 8, 3)),
         Pinned(_160, Product(128, 8, 3), Product(256, 8, 3)),

@@ -11,6 +11,8 @@ for every number of features a tile has; FP8 sums go to fp32 after each 128. No 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -110,7 +112,7 @@ def _finish(g, u, h, hs, feature0, start, count, rows, beta, linear_beta, over_b
 @triton.jit
 def _up_tile(x, xs, w1, s1, w3, s3, pairs, h, hs, expert, feature0, start, count, tokens, rows, beta, linear_beta, over_beta, over_linear_beta,
              TOP_K: tl.constexpr, K: tl.constexpr, F: tl.constexpr, BM: tl.constexpr, N0: tl.constexpr, N1: tl.constexpr, UNITS: tl.constexpr,
-             FORM: tl.constexpr, ROUNDING: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr):
+             FORM: tl.constexpr, ROUNDING: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, STEPS: tl.constexpr):
     w1, s1 = _matrix(w1, s1, expert, K, F, UNITS)
     w3, s3 = _matrix(w3, s3, expert, K, F, UNITS)
     at_scale = (feature0 + tl.arange(0, BM)) * (K // 128)
@@ -127,45 +129,47 @@ def _up_tile(x, xs, w1, s1, w3, s3, pairs, h, hs, expert, feature0, start, count
         at1 = row1[None, :] * K + k[:, None]
         g1 = tl.zeros((BM, N1), tl.float32)
         u1 = tl.zeros((BM, N1), tl.float32)
-    for kb in tl.range(0, K // 128, num_stages=STAGES):
-        if FORM == MXFP4 and ROUNDING != ROUND_128:
-            words1, factor1 = bfloat16_words(tl.load(w1 + (at + kb * 16)), tl.load(s1 + (at_scale + kb)), WARPS)
-            words3, factor3 = bfloat16_words(tl.load(w3 + (at + kb * 16)), tl.load(s3 + (at_scale + kb)), WARPS)
-            for i in tl.static_range(4):
-                x0 = tl.load(x + (at0 + (kb * 128 + i * 32)))
-                chunk1 = bfloat16_chunk(words1, factor1, i)
-                g0 = _add(g0, chunk1, x0)
-                if N1 > 0:
-                    x1 = tl.load(x + (at1 + (kb * 128 + i * 32)))
-                    g1 = _add(g1, chunk1, x1)
-                chunk3 = bfloat16_chunk(words3, factor3, i)
-                u0 = _add(u0, chunk3, x0)
-                if N1 > 0:
-                    u1 = _add(u1, chunk3, x1)
-        else:
-            x0 = tl.load(x + (at0 + kb * 128))
-            if N1 > 0:
-                x1 = tl.load(x + (at1 + kb * 128))
-            tile, factor = _tile(w1, s1, at, at_scale, kb, FORM, WARPS)
-            if ROUNDING == ROUND_128:
-                f0 = tl.load(xs + (row0 + kb * tokens))
-                g0 = _add_scaled(g0, tile, x0, factor, f0)
-                if N1 > 0:
-                    f1 = tl.load(xs + (row1 + kb * tokens))
-                    g1 = _add_scaled(g1, tile, x1, factor, f1)
+    for pair in tl.range(0, K // (128 * STEPS), num_stages=STAGES):
+        for step in tl.static_range(STEPS):
+            kb = pair if STEPS == 1 else pair * STEPS + step
+            if FORM == MXFP4 and ROUNDING != ROUND_128:
+                words1, factor1 = bfloat16_words(tl.load(w1 + (at + kb * 16)), tl.load(s1 + (at_scale + kb)), WARPS)
+                words3, factor3 = bfloat16_words(tl.load(w3 + (at + kb * 16)), tl.load(s3 + (at_scale + kb)), WARPS)
+                for i in tl.static_range(4):
+                    x0 = tl.load(x + (at0 + (kb * 128 + i * 32)))
+                    chunk1 = bfloat16_chunk(words1, factor1, i)
+                    g0 = _add(g0, chunk1, x0)
+                    if N1 > 0:
+                        x1 = tl.load(x + (at1 + (kb * 128 + i * 32)))
+                        g1 = _add(g1, chunk1, x1)
+                    chunk3 = bfloat16_chunk(words3, factor3, i)
+                    u0 = _add(u0, chunk3, x0)
+                    if N1 > 0:
+                        u1 = _add(u1, chunk3, x1)
             else:
-                g0 = _add(g0, tile, x0)
+                x0 = tl.load(x + (at0 + kb * 128))
                 if N1 > 0:
-                    g1 = _add(g1, tile, x1)
-            tile, factor = _tile(w3, s3, at, at_scale, kb, FORM, WARPS)
-            if ROUNDING == ROUND_128:
-                u0 = _add_scaled(u0, tile, x0, factor, f0)
-                if N1 > 0:
-                    u1 = _add_scaled(u1, tile, x1, factor, f1)
-            else:
-                u0 = _add(u0, tile, x0)
-                if N1 > 0:
-                    u1 = _add(u1, tile, x1)
+                    x1 = tl.load(x + (at1 + kb * 128))
+                tile, factor = _tile(w1, s1, at, at_scale, kb, FORM, WARPS)
+                if ROUNDING == ROUND_128:
+                    f0 = tl.load(xs + (row0 + kb * tokens))
+                    g0 = _add_scaled(g0, tile, x0, factor, f0)
+                    if N1 > 0:
+                        f1 = tl.load(xs + (row1 + kb * tokens))
+                        g1 = _add_scaled(g1, tile, x1, factor, f1)
+                else:
+                    g0 = _add(g0, tile, x0)
+                    if N1 > 0:
+                        g1 = _add(g1, tile, x1)
+                tile, factor = _tile(w3, s3, at, at_scale, kb, FORM, WARPS)
+                if ROUNDING == ROUND_128:
+                    u0 = _add_scaled(u0, tile, x0, factor, f0)
+                    if N1 > 0:
+                        u1 = _add_scaled(u1, tile, x1, factor, f1)
+                else:
+                    u0 = _add(u0, tile, x0)
+                    if N1 > 0:
+                        u1 = _add(u1, tile, x1)
     _finish(g0, u0, h, hs, feature0, start, count, rows, beta, linear_beta, over_beta, over_linear_beta, F, FORM, ROUNDING, WARPS)
     if N1 > 0:
         _finish(g1, u1, h, hs, feature0, start + N0, count - N0, rows, beta, linear_beta, over_beta, over_linear_beta, F, FORM, ROUNDING, WARPS)
@@ -174,7 +178,7 @@ def _up_tile(x, xs, w1, s1, w3, s3, pairs, h, hs, expert, feature0, start, count
 @triton.jit(do_not_specialize=["tokens", "rows"])
 def _up(x, xs, w1, s1, w3, s3, pairs, starts, tile_expert, tile_start, h, hs, tokens, rows, beta, linear_beta, over_beta, over_linear_beta,
         TOP_K: tl.constexpr, K: tl.constexpr, F: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr, WIDTHS: tl.constexpr, UNITS: tl.constexpr,
-        FORM: tl.constexpr, ROUNDING: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr):
+        FORM: tl.constexpr, ROUNDING: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, STEPS: tl.constexpr):
     tile = tl.program_id(0) // (F // BM)
     feature0 = tl.program_id(0) % (F // BM) * BM
     expert = tl.load(tile_expert + tile)
@@ -184,7 +188,7 @@ def _up(x, xs, w1, s1, w3, s3, pairs, starts, tile_expert, tile_start, h, hs, to
         for i in tl.static_range(1, len(WIDTHS)):
             if (count > WIDTHS[i - 1][0] + WIDTHS[i - 1][1]) & (count <= WIDTHS[i][0] + WIDTHS[i][1]):
                 _up_tile(x, xs, w1, s1, w3, s3, pairs, h, hs, expert, feature0, start, count, tokens, rows, beta, linear_beta, over_beta,
-                         over_linear_beta, TOP_K, K, F, BM, WIDTHS[i][0], WIDTHS[i][1], UNITS, FORM, ROUNDING, WARPS, STAGES)
+                         over_linear_beta, TOP_K, K, F, BM, WIDTHS[i][0], WIDTHS[i][1], UNITS, FORM, ROUNDING, WARPS, STAGES, STEPS)
 
 
 @triton.jit
@@ -200,7 +204,8 @@ def _write(total, y, feature0, start, count, F: tl.constexpr, FORM: tl.constexpr
 
 @triton.jit
 def _down_tile(h, hs, w2, s2, y, expert, feature0, start, count, rows, K: tl.constexpr, F: tl.constexpr, BM: tl.constexpr, N0: tl.constexpr,
-               N1: tl.constexpr, UNITS: tl.constexpr, FORM: tl.constexpr, ROUNDING: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr):
+               N1: tl.constexpr, UNITS: tl.constexpr, FORM: tl.constexpr, ROUNDING: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr,
+               STEPS: tl.constexpr):
     w2, s2 = _matrix(w2, s2, expert, K, F, UNITS)
     at_scale = (feature0 + tl.arange(0, BM)) * (K // 128)
     at = at_scale[:, None] * UNITS + tl.arange(0, UNITS)[None, :]
@@ -212,27 +217,29 @@ def _down_tile(h, hs, w2, s2, y, expert, feature0, start, count, rows, K: tl.con
         row1 = tl.minimum(start + N0 + tl.arange(0, N1), rows - 1)
         at1 = row1[None, :] * K + k[:, None]
         y1 = tl.zeros((BM, N1), tl.float32)
-    for kb in tl.range(0, K // 128, num_stages=STAGES):
-        if FORM == MXFP4 and ROUNDING != ROUND_128:
-            words, factor = bfloat16_words(tl.load(w2 + (at + kb * 16)), tl.load(s2 + (at_scale + kb)), WARPS)
-            for i in tl.static_range(4):
-                chunk = bfloat16_chunk(words, factor, i)
-                y0 = _add(y0, chunk, tl.load(h + (at0 + (kb * 128 + i * 32))))
-                if N1 > 0:
-                    y1 = _add(y1, chunk, tl.load(h + (at1 + (kb * 128 + i * 32))))
-        else:
-            tile, factor = _tile(w2, s2, at, at_scale, kb, FORM, WARPS)
-            x0 = tl.load(h + (at0 + kb * 128))
-            if ROUNDING == ROUND_128:
-                y0 = _add_scaled(y0, tile, x0, factor, tl.load(hs + (row0 + kb * rows)))
+    for pair in tl.range(0, K // (128 * STEPS), num_stages=STAGES):
+        for step in tl.static_range(STEPS):
+            kb = pair if STEPS == 1 else pair * STEPS + step
+            if FORM == MXFP4 and ROUNDING != ROUND_128:
+                words, factor = bfloat16_words(tl.load(w2 + (at + kb * 16)), tl.load(s2 + (at_scale + kb)), WARPS)
+                for i in tl.static_range(4):
+                    chunk = bfloat16_chunk(words, factor, i)
+                    y0 = _add(y0, chunk, tl.load(h + (at0 + (kb * 128 + i * 32))))
+                    if N1 > 0:
+                        y1 = _add(y1, chunk, tl.load(h + (at1 + (kb * 128 + i * 32))))
             else:
-                y0 = _add(y0, tile, x0)
-            if N1 > 0:
-                x1 = tl.load(h + (at1 + kb * 128))
+                tile, factor = _tile(w2, s2, at, at_scale, kb, FORM, WARPS)
+                x0 = tl.load(h + (at0 + kb * 128))
                 if ROUNDING == ROUND_128:
-                    y1 = _add_scaled(y1, tile, x1, factor, tl.load(hs + (row1 + kb * rows)))
+                    y0 = _add_scaled(y0, tile, x0, factor, tl.load(hs + (row0 + kb * rows)))
                 else:
-                    y1 = _add(y1, tile, x1)
+                    y0 = _add(y0, tile, x0)
+                if N1 > 0:
+                    x1 = tl.load(h + (at1 + kb * 128))
+                    if ROUNDING == ROUND_128:
+                        y1 = _add_scaled(y1, tile, x1, factor, tl.load(hs + (row1 + kb * rows)))
+                    else:
+                        y1 = _add(y1, tile, x1)
     _write(y0, y, feature0, start, count, F, FORM, WARPS)
     if N1 > 0:
         _write(y1, y, feature0, start + N0, count - N0, F, FORM, WARPS)
@@ -240,7 +247,8 @@ def _down_tile(h, hs, w2, s2, y, expert, feature0, start, count, rows, K: tl.con
 
 @triton.jit(do_not_specialize=["rows"])
 def _down(h, hs, w2, s2, starts, tile_expert, tile_start, y, rows, K: tl.constexpr, F: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr,
-          WIDTHS: tl.constexpr, UNITS: tl.constexpr, FORM: tl.constexpr, ROUNDING: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr):
+          WIDTHS: tl.constexpr, UNITS: tl.constexpr, FORM: tl.constexpr, ROUNDING: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr,
+          STEPS: tl.constexpr):
     tile = tl.program_id(0) // (F // BM)
     feature0 = tl.program_id(0) % (F // BM) * BM
     expert = tl.load(tile_expert + tile)
@@ -249,7 +257,8 @@ def _down(h, hs, w2, s2, starts, tile_expert, tile_start, y, rows, K: tl.constex
         count = tl.minimum(tl.load(starts + expert + 1) - start, BLOCK)
         for i in tl.static_range(1, len(WIDTHS)):
             if (count > WIDTHS[i - 1][0] + WIDTHS[i - 1][1]) & (count <= WIDTHS[i][0] + WIDTHS[i][1]):
-                _down_tile(h, hs, w2, s2, y, expert, feature0, start, count, rows, K, F, BM, WIDTHS[i][0], WIDTHS[i][1], UNITS, FORM, ROUNDING, WARPS, STAGES)
+                _down_tile(h, hs, w2, s2, y, expert, feature0, start, count, rows, K, F, BM, WIDTHS[i][0], WIDTHS[i][1], UNITS, FORM, ROUNDING, WARPS,
+                           STAGES, STEPS)
 
 
 def _operands(weight: ExpertWeight, rounding: Activations) -> tuple[torch.Tensor, torch.Tensor]:
@@ -261,6 +270,14 @@ def _operands(weight: ExpertWeight, rounding: Activations) -> tuple[torch.Tensor
     return weight, weight
 
 
+def _launch(weight: torch.Tensor, features: int, width: int, grouping: Grouping, product: Product, form: Form, rounding: Activations) -> dict[str, Any]:
+    """What both products' launches are told by shapes and by the table."""
+    return {"K": width, "F": features, "BM": product.features, "BLOCK": grouping.block, "WIDTHS": ((0, 0), *grouping.widths),
+            "UNITS": weight.shape[-1] // (width // 128), "FORM": form.value, "ROUNDING": ROUNDINGS[rounding], "WARPS": product.warps,
+            "STAGES": product.stages, "STEPS": product.steps if width // 128 % product.steps == 0 else 1, "num_warps": product.warps,
+            "enable_fp_fusion": True}
+
+
 def up(x: torch.Tensor, xs: torch.Tensor, w1: ExpertWeight, w3: ExpertWeight, plan: Plan, h: torch.Tensor, hs: torch.Tensor, *, top_k: int, beta: float,
        linear_beta: float, grouping: Grouping, product: Product, form: Form, rounding: Activations) -> None:
     """h [N k, I], hs [I / 128, N k]: SiTU-GLU of both first products, rows in the plan's order."""
@@ -269,9 +286,7 @@ def up(x: torch.Tensor, xs: torch.Tensor, w1: ExpertWeight, w3: ExpertWeight, pl
     a3, s3 = _operands(w3, rounding)
     _up[(plan.tile_expert.numel() * (features // product.features),)](
         x, xs, a1, s1, a3, s3, plan.pairs, plan.starts, plan.tile_expert, plan.tile_start, h, hs, x.shape[0], h.shape[0], beta, linear_beta, 1.0 / beta,
-        1.0 / linear_beta, TOP_K=top_k, K=width, F=features, BM=product.features, BLOCK=grouping.block, WIDTHS=((0, 0), *grouping.widths), UNITS=a1.shape[-1] // (width // 128),
-        FORM=form.value,
-        ROUNDING=ROUNDINGS[rounding], WARPS=product.warps, STAGES=product.stages, num_warps=product.warps, enable_fp_fusion=True)
+        1.0 / linear_beta, TOP_K=top_k, **_launch(a1, features, width, grouping, product, form, rounding))
 
 
 def down(h: torch.Tensor, hs: torch.Tensor, w2: ExpertWeight, plan: Plan, y: torch.Tensor, *, grouping: Grouping, product: Product, form: Form,
@@ -280,6 +295,4 @@ def down(h: torch.Tensor, hs: torch.Tensor, w2: ExpertWeight, plan: Plan, y: tor
     _, features, width = w2.shape
     a2, s2 = _operands(w2, rounding)
     _down[(plan.tile_expert.numel() * (features // product.features),)](
-        h, hs, a2, s2, plan.starts, plan.tile_expert, plan.tile_start, y, h.shape[0], K=width, F=features, BM=product.features, BLOCK=grouping.block,
-        WIDTHS=((0, 0), *grouping.widths), UNITS=a2.shape[-1] // (width // 128), FORM=form.value, ROUNDING=ROUNDINGS[rounding], WARPS=product.warps, STAGES=product.stages, num_warps=product.warps,
-        enable_fp_fusion=True)
+        h, hs, a2, s2, plan.starts, plan.tile_expert, plan.tile_start, y, h.shape[0], **_launch(a2, features, width, grouping, product, form, rounding))

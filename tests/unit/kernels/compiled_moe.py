@@ -17,7 +17,7 @@ from driftline.kernels.mxfp4.weights import ExpertWeight, Fp8Weight, Mxfp4Weight
 from driftline.kernels.offline import SHARED_LIMIT, CompiledKernel, compiling_for
 
 EXPERTS, TOP_K, LATENT, INNER = 896, 16, 3584, 3072
-STACK = 128
+STACK = 512
 """Bytes of registers that the widest tiles may put away around their loops; inside one, none."""
 
 

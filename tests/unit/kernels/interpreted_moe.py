@@ -42,6 +42,17 @@ def test_results_are_the_references_to_their_roundings(form: Form, activations: 
     assert error(found, swapped, activations) > 0.1, "and would not pass for another's"
 
 
+def test_two_steps_of_k_at_a_time_are_two_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = case(Form.MXFP4, 2, 1, 2, 256, 128)
+    found = []
+    for steps in (1, 2):
+        configuration = Pinned(Grouping(((16, 0),)), Product(64, 4, 2, steps), Product(128, 4, 2, steps))
+        monkeypatch.setattr(forward, "pinned", lambda *shapes, c=configuration: c)
+        found.append(forward.forward(*given, *BETAS, Activations.SAME, None))
+    assert torch.equal(*found)
+    assert error(found[1], given, Activations.SAME) < ROUNDING[Activations.SAME]
+
+
 def test_a_microbatch_changes_the_workspace_and_not_the_result() -> None:
     given = case(Form.MXFP4, 3, 2, 2, 128, 128)
     whole = forward.forward(*given, *BETAS, Activations.SAME, None)
