@@ -18,7 +18,7 @@ if torch.cuda.is_available():
     from driftline.kernels.moe import triton_backward as kernels
     from driftline.kernels.moe.activations import Activations
     from driftline.kernels.moe.autograd import expert_mlp_with_grad
-    from driftline.kernels.moe.backward import Gradients, Wanted, backward
+    from driftline.kernels.moe.backward import Gradients, Wanted, backward, workspace_bytes
     from driftline.kernels.moe.plan import plan
     from driftline.kernels.moe.reference import expert_mlp
     from driftline.kernels.moe.triton_tiles import Form
@@ -143,6 +143,20 @@ def test_slots_are_added_in_their_order_and_another_order_would_be_seen() -> Non
         backwards += slots[:, 4 - i]
     assert torch.equal(found, forwards)
     assert not torch.equal(found, backwards)
+
+
+def test_the_workspace_is_that_of_one_microbatch_however_many_tokens() -> None:
+    weights, _ = stacks("MXFP4", 4)
+    for tokens in (512, 4096):
+        z, dy, (ids, gates) = rows(tokens, 5), rows(tokens, 6), choices(tokens, 4, 2, device="cuda")
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        found = backward(z, ids, gates, *weights, BETAS, dy, Wanted(True, True, False, False, False), 512)
+        peak = torch.cuda.max_memory_allocated() - before
+        results = sum(t.nbytes for t in found if t is not None)
+        assert peak <= results + 1.05 * workspace_bytes(512, 2, OUTER, HIDDEN) + (1 << 20)
+        assert peak > results + 0.9 * workspace_bytes(512, 2, OUTER, HIDDEN), "it is what is held that is counted"
 
 
 def test_a_thousand_repeats_give_one_result() -> None:
