@@ -166,19 +166,23 @@ def decode(only: str, peer: bool) -> list[Row]:
     return out
 
 
-def candidates(pinned: Launch, backward: bool) -> list[Launch]:
-    """The pinned one first; then one or two programs a multiprocessor, L2 asked ahead, other threads, and sums in registers or in memory."""
-    sms = kernels.MULTIPROCESSORS
-    one, two = replace(pinned, registers=None, programs=sms), replace(pinned, registers=128, programs=2 * sms)
-    out = [pinned, replace(pinned, ahead=True), one, replace(one, ahead=True), two, replace(one, warps=16, vector=2), replace(two, warps=4, vector=8, registers=255)]
+def candidates(pinned: Launch, rows: int, backward: bool) -> list[Launch]:
+    """The pinned one first; then L2 asked ahead, one program a multiprocessor or two where two fit, other threads, and sums in registers or in memory."""
+    one = replace(pinned, registers=None, programs=kernels.MULTIPROCESSORS)
+    out = [pinned, replace(pinned, ahead=True), one, replace(one, ahead=True)]
     if backward:
-        out += [replace(one, spill_sums=not pinned.spill_sums), replace(one, spill_sums=not pinned.spill_sums, ahead=True)]
+        out.append(replace(one, spill_sums=not pinned.spill_sums))
+    else:
+        out.append(replace(one, warps=16, vector=2))
+    if rows <= 4:
+        two = replace(pinned, registers=128, programs=2 * kernels.MULTIPROCESSORS)
+        out += [two] if backward else [two, replace(two, warps=4, vector=8, registers=255)]
     return list(dict.fromkeys(out))
 
 
 def sweep_case(rows: int, separate: bool, backward: bool, norm: bool, only: str) -> None:
     tokens, unmix = 32_768, importlib.import_module("driftline.kernels.attention_residual.triton_backward").backward
-    kept = 0 if separate or not norm else rows
+    kept = rows if backward and not separate else 0
     case = f"{'backward' if backward else 'forward'} R={rows} {'separate' if separate else 'bank'}{' norm' if norm else ''}{f' kept={kept}' if kept else ''}"
     if only not in case:
         return
@@ -189,7 +193,7 @@ def sweep_case(rows: int, separate: bool, backward: bool, norm: bool, only: str)
     weight = key if norm else None
     least = floor_bytes(tokens, rows + 1, backward=backward, added=kept)
     pinned = kernels.launch_of(kernels.BACKWARD if backward else kernels.FORWARD, rows, norm)[1]
-    for launch in candidates(pinned, backward):
+    for launch in candidates(pinned, rows, backward):
         run = partial(unmix, sources, into, kept, prefix, inputs.do, None, query, key, EPS, weight, EPS, launch) if backward else partial(
             kernels.forward, sources, prefix, None, query, key, EPS, weight, EPS, launch)
         time = measure(run, rounds=15).median_ms
@@ -198,11 +202,9 @@ def sweep_case(rows: int, separate: bool, backward: bool, norm: bool, only: str)
 
 def sweep(only: str) -> None:
     """The candidates beside the pinned configuration, kernels alone, 32K tokens."""
-    for rows, separate in ((8, False), (4, False), (4, True)):
-        for backward in (False, True):
-            for norm in (False,) if separate else (False, True):
-                sweep_case(rows, separate, backward, norm, only)
-                torch.cuda.empty_cache()
+    for rows, separate, backward, norm in ((8, False, False, False), (4, True, False, False), (8, False, True, False), (4, True, True, False), (8, False, True, True)):
+        sweep_case(rows, separate, backward, norm, only)
+        torch.cuda.empty_cache()
 
 
 def as_fla(

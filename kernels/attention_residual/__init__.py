@@ -14,9 +14,8 @@ from typing import NamedTuple
 
 import torch
 
-from driftline.kernels import dispatch
 from driftline.kernels.attention_residual import reference
-from driftline.kernels.attention_residual.autograd import Aggregate, Call, Separate
+from driftline.kernels.attention_residual.autograd import Aggregate, Call, Separate, kernels_take
 from driftline.kernels.attention_residual.bank import Bank
 from driftline.kernels.rmsnorm.reference import rmsnorm
 
@@ -57,7 +56,7 @@ def aggregate(
         raise ValueError(f"delta {tuple(delta.shape)} of {delta.dtype} is not like the prefix, {tuple(prefix.shape)} of {prefix.dtype}: cast or reshape it")
     if bank.rows == 0 and output_norm is None and delta is None:
         return Aggregated(prefix, prefix)
-    if bank.rows >= MOST_SOURCES and dispatch.runs_triton(prefix):
+    if bank.rows >= MOST_SOURCES and kernels_take(prefix):
         raise ValueError(f"a bank of {bank.rows} rows of {capacity} is more than the {MOST_SOURCES - 1} that the kernels hold: use attention_residual")
     weight, output_eps = output_norm or (None, 0.0)
     moving, added = _flat(prefix, width), None if delta is None else _flat(delta, width)
@@ -83,8 +82,7 @@ def attention_residual(
             raise ValueError(f"sources differ: {tuple(source.shape)} of {source.dtype} beside {tuple(first.shape)} of {first.dtype}")
     if len(sources) == 1 and output_norm is None:
         return first
-    fits = len(sources) <= MOST_SOURCES and first.dtype in (torch.bfloat16, torch.float16, torch.float32)
-    if fits and dispatch.runs_triton(*sources, query, norm_weight):
+    if len(sources) <= MOST_SOURCES and kernels_take(first, *sources[1:], query, norm_weight):
         weight, output_eps = output_norm or (None, 0.0)
         flat = [_flat(s, first.shape[-1]) for s in sources]
         out: torch.Tensor = Separate.apply(query, norm_weight, weight, eps, output_eps, *flat)  # type: ignore[no-untyped-call]

@@ -16,9 +16,15 @@ from driftline.kernels import dispatch
 from driftline.kernels.attention_residual import reference
 from driftline.kernels.attention_residual.bank import Storage
 
-__all__ = ["Aggregate", "Call", "Separate"]
+__all__ = ["Aggregate", "Call", "Separate", "kernels_take"]
 
 Tensors = tuple[torch.Tensor | None, ...]
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def kernels_take(prefix: torch.Tensor, *others: torch.Tensor | None) -> bool:
+    """Whether these go to the kernels: on a CUDA device, with Triton, and of a dtype that fp32 holds."""
+    return prefix.dtype in DTYPES and dispatch.runs_triton(prefix, *others)
 
 
 @dataclass(frozen=True)
@@ -38,7 +44,7 @@ class Aggregate(torch.autograd.Function):
     def forward(ctx: Any, token: torch.Tensor, prefix: torch.Tensor, delta: torch.Tensor | None, query: torch.Tensor, norm: torch.Tensor,
                 output: torch.Tensor | None, call: Call) -> Any:
         bank = call.storage.values[:, : call.rows]
-        if dispatch.runs_triton(prefix, delta, bank, query, norm, output):
+        if kernels_take(prefix, delta, bank, query, norm, output):
             from driftline.kernels.attention_residual import triton
 
             mixed, moved = triton.forward(bank, prefix, delta, query, norm, call.eps, output, call.output_eps)
@@ -63,7 +69,7 @@ class Aggregate(torch.autograd.Function):
         kept = 0 if into is None else min(storage.kept, call.rows)
         dmixed = _rows_of(dmixed)
         dmoved = None if dmoved is None else _rows_of(dmoved)
-        if dispatch.runs_triton(moved, dmixed, bank, query, norm, output):
+        if kernels_take(moved, dmixed, bank, query, norm, output):
             from driftline.kernels.attention_residual import triton_backward
 
             sums = triton_backward.backward(bank, into, kept, moved, dmixed, dmoved, query, norm, call.eps, output, call.output_eps)

@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from driftline.kernels.attention_residual import reference
+from driftline.kernels import dispatch
+from driftline.kernels.attention_residual import Bank, OutputNorm, aggregate, attention_residual, reference
 
 kernels = importlib.import_module("driftline.kernels.attention_residual.triton")
 unkernels = importlib.import_module("driftline.kernels.attention_residual.triton_backward")
@@ -190,3 +191,36 @@ def test_no_tokens_are_no_work() -> None:
     assert out.shape == moved.shape == (0, 128)
     sums = unkernels.backward(case.bank, torch.empty(0, 3, 128).bfloat16(), 0, case.prefix, case.do, None, case.query, case.norm, EPS, None, OUTPUT_EPS)
     assert not bool(sums.dquery.any())
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_autograd_through_the_kernels_is_autograd_through_the_reference(monkeypatch: pytest.MonkeyPatch, separate: bool) -> None:
+    """A bank that is written twice and read three times, or sources of their own; the device is said to be one that has kernels."""
+    case = Case(3, 2, 128)
+
+    def gradients() -> list[torch.Tensor]:
+        first, second, delta, query, norm, output = (t.clone().requires_grad_() for t in (case.prefix, case.do, case.delta, case.query, case.norm, case.output))
+        leaves = [first, second, query, norm, output]
+        if separate:
+            out = attention_residual([first, second, case.dmoved], query, norm, EPS, output_norm=OutputNorm(output, OUTPUT_EPS))
+            return list(torch.autograd.grad(out, leaves, case.do))
+        bank = Bank.empty(3, 2, 128, dtype=torch.bfloat16, device="cpu", gradient_dtype=torch.float32).write(first)
+        one, moved = aggregate(bank, second, query, norm, EPS, delta=delta)
+        bank = bank.write(moved)
+        two, moved = aggregate(bank, one, query, norm, EPS, delta=moved, output_norm=OutputNorm(output, OUTPUT_EPS))
+        return list(torch.autograd.grad([aggregate(bank, moved, query, norm, EPS).mixed, two], [*leaves, delta], [case.do, case.dmoved]))
+
+    wanted = gradients()
+    calls: list[int] = []
+
+    def counted(*tensors: torch.Tensor | None) -> bool:
+        calls.append(len(tensors))
+        return True
+
+    monkeypatch.setattr(dispatch, "runs_triton", counted)
+    for table in (kernels.FORWARD, kernels.BACKWARD):
+        for key in table:
+            monkeypatch.setitem(table, key, replace(table[key], warps=1, programs=2))
+    for ours, other in zip(gradients(), wanted, strict=True):
+        assert error(ours, other) < 1.5e-2
+    assert calls
