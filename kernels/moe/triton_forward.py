@@ -170,9 +170,9 @@ def _up_tile(x, xs, w1, s1, w3, s3, pairs, h, hs, expert, feature0, start, count
                     u0 = _add(u0, tile, x0)
                     if N1 > 0:
                         u1 = _add(u1, tile, x1)
-    _finish(g0, u0, h, hs, feature0, start, count, rows, beta, linear_beta, over_beta, over_linear_beta, F, FORM, ROUNDING, WARPS)
     if N1 > 0:
         _finish(g1, u1, h, hs, feature0, start + N0, count - N0, rows, beta, linear_beta, over_beta, over_linear_beta, F, FORM, ROUNDING, WARPS)
+    _finish(g0, u0, h, hs, feature0, start, count, rows, beta, linear_beta, over_beta, over_linear_beta, F, FORM, ROUNDING, WARPS)
 
 
 @triton.jit(do_not_specialize=["tokens", "rows"])
