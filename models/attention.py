@@ -10,11 +10,13 @@ import math
 import torch
 from torch import nn
 
-from driftline.kernels.kda import bounded_gate, kda_chunk, kda_step, l2_normalise
+from driftline.kernels.gated_norm import gated_norm
+from driftline.kernels.kda import PADDING, kda
 from driftline.kernels.rmsnorm import rmsnorm
 from driftline.kernels.short_conv import short_conv
 from driftline.models.cache import KdaState, MlaRows
 from driftline.models.config import K3Config
+from driftline.models.linear import Linear
 
 __all__ = ["KdaAttention", "MlaAttention", "RMSNorm"]
 
@@ -29,14 +31,10 @@ class RMSNorm(nn.Module):
         return rmsnorm(x, self.weight, self.eps)
 
 
-def _linear(size_in: int, size_out: int) -> nn.Linear:
-    return nn.Linear(size_in, size_out, bias=False)
-
-
-def _effective_weight(linear: nn.Linear) -> torch.Tensor:
+def _effective_weight(projection: nn.Linear) -> torch.Tensor:
     """The matrix a projection applies, its adapter included: the absorbed form uses kv_b_proj's halves apart."""
-    merged = getattr(linear, "effective_weight", None)
-    return linear.weight if merged is None else merged()
+    merged = getattr(projection, "effective_weight", None)
+    return projection.weight if merged is None else merged()
 
 
 class ShortConv(nn.Module):
@@ -56,19 +54,19 @@ class KdaAttention(nn.Module):
         self.heads, self.dim, self.width = linear.num_heads, linear.head_dim, linear.short_conv_kernel_size
         self.lower_bound = linear.gate_lower_bound
         inner, hidden = self.heads * self.dim, config.hidden_size
-        self.q_proj, self.k_proj, self.v_proj = _linear(hidden, inner), _linear(hidden, inner), _linear(hidden, inner)
+        self.q_proj, self.k_proj, self.v_proj = Linear(hidden, inner), Linear(hidden, inner), Linear(hidden, inner)
         self.q_conv1d, self.k_conv1d, self.v_conv1d = (ShortConv(inner, self.width) for _ in range(3))
         self.A_log = nn.Parameter(torch.zeros(self.heads))
-        self.f_a_proj, self.f_b_proj = _linear(hidden, self.dim), _linear(self.dim, inner)
+        self.f_a_proj, self.f_b_proj = Linear(hidden, self.dim), Linear(self.dim, inner)
         self.dt_bias = nn.Parameter(torch.zeros(inner))
-        self.b_proj = _linear(hidden, self.heads)
+        self.b_proj = Linear(hidden, self.heads)
         self.full_rank_gate = linear.use_full_rank_gate
         if self.full_rank_gate:
-            self.g_proj = _linear(hidden, inner)
+            self.g_proj = Linear(hidden, inner)
         else:
-            self.g_a_proj, self.g_b_proj = _linear(hidden, self.dim), _linear(self.dim, inner)
+            self.g_a_proj, self.g_b_proj = Linear(hidden, self.dim), Linear(self.dim, inner)
         self.o_norm = RMSNorm(self.dim, config.rms_norm_eps)
-        self.o_proj = _linear(inner, hidden)
+        self.o_proj = Linear(inner, hidden)
 
     def initial(self, batch: int, like: torch.Tensor) -> KdaState:
         tail = like.new_zeros(batch, self.width - 1, 3 * self.heads * self.dim)
@@ -92,22 +90,14 @@ class KdaAttention(nn.Module):
         raw = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=-1)
         weight = torch.cat([self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight]).squeeze(1)
         mixed, tail = short_conv(raw, weight, cache.tail, lengths)
-        wide = cache.state.dtype
-        q, k, v = mixed.to(wide).view(batch, steps, 3, self.heads, self.dim).unbind(2)
-        q, k = l2_normalise(q), l2_normalise(k)
-        z = (self.f_b_proj(self.f_a_proj(x)).to(wide) + self.dt_bias.to(wide)).view(batch, steps, self.heads, self.dim)
-        g = bounded_gate(z, self.A_log.to(wide), self.lower_bound)
-        beta = torch.sigmoid(self.b_proj(x).to(wide))
+        q, k, v = mixed.view(batch, steps, 3, self.heads, self.dim).unbind(2)
+        z, beta = self.f_b_proj(self.f_a_proj(x)).view(batch, steps, self.heads, self.dim), self.b_proj(x)
         if real is not None:
-            g, beta = g * real[..., None, None], beta * real[..., None]
-        if steps == 1:
-            o, state = kda_step(q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0], cache.state)
-            o = o[:, None]
-        else:
-            o, state = kda_chunk(q, k, v, g, beta, cache.state)
-        gate = self.g_proj(x) if self.full_rank_gate else self.g_b_proj(self.g_a_proj(x))
-        normed = self.o_norm(o.to(x.dtype)).reshape(batch, steps, -1)
-        return self.o_proj(normed * torch.sigmoid(gate)), KdaState(tail, state)
+            z, beta = z.masked_fill(~real[..., None, None], PADDING), beta.masked_fill(~real[..., None], PADDING)
+        o, state = kda(q, k, v, z, beta, self.A_log, self.dt_bias, lower_bound=self.lower_bound, initial_state=cache.state)
+        gate = (self.g_proj(x) if self.full_rank_gate else self.g_b_proj(self.g_a_proj(x))).view_as(o)
+        gated = gated_norm(o, self.o_norm.weight, gate, self.o_norm.eps)
+        return self.o_proj(gated.reshape(batch, steps, -1)), KdaState(tail, state)
 
 
 class MlaAttention(nn.Module):
@@ -121,16 +111,16 @@ class MlaAttention(nn.Module):
         self.nope, self.rope, self.v_dim = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
         self.rank = config.kv_lora_rank
         self.scale = (self.nope + self.rope) ** -0.5
-        self.q_a_proj = _linear(hidden, config.q_lora_rank)
+        self.q_a_proj = Linear(hidden, config.q_lora_rank)
         self.q_a_layernorm = RMSNorm(config.q_lora_rank, self.Q_KV_NORM_EPS)
-        self.q_b_proj = _linear(config.q_lora_rank, self.heads * (self.nope + self.rope))
-        self.kv_a_proj_with_mqa = _linear(hidden, self.rank + self.rope)
+        self.q_b_proj = Linear(config.q_lora_rank, self.heads * (self.nope + self.rope))
+        self.kv_a_proj_with_mqa = Linear(hidden, self.rank + self.rope)
         self.kv_a_layernorm = RMSNorm(self.rank, self.Q_KV_NORM_EPS)
-        self.kv_b_proj = _linear(self.rank, self.heads * (self.nope + self.v_dim))
+        self.kv_b_proj = Linear(self.rank, self.heads * (self.nope + self.v_dim))
         self.gated = config.mla_use_output_gate
         if self.gated:
-            self.g_proj = _linear(hidden, self.heads * self.v_dim)
-        self.o_proj = _linear(self.heads * self.v_dim, hidden)
+            self.g_proj = Linear(hidden, self.heads * self.v_dim)
+        self.o_proj = Linear(self.heads * self.v_dim, hidden)
 
     def initial(self, batch: int, like: torch.Tensor) -> MlaRows:
         return MlaRows(like.new_zeros(batch, 0, self.rank + self.rope))

@@ -12,26 +12,29 @@ import re
 import torch
 from torch import nn
 
+from driftline.kernels.linear import linear
 from driftline.messages.errors import ConfigError
+from driftline.models.linear import Linear
 from driftline.models.mlp import Experts
 
 __all__ = ["LoraExpert", "LoraLinear", "add_lora", "merge_lora"]
 
 
-class LoraLinear(nn.Linear):
+class LoraLinear(Linear):
     """A frozen linear with a trained low-rank update. B starts at zero, so adding LoRA changes nothing."""
 
-    def __init__(self, base: nn.Linear, rank: int, alpha: float) -> None:
+    def __init__(self, base: Linear, rank: int, alpha: float) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = base.in_features, base.out_features
-        self.weight, self.bias = base.weight, base.bias
+        self.weight = base.weight
+        self.register_parameter("bias", None)
         self.scale = alpha / rank
         self.lora_A = nn.Parameter(base.weight.new_empty(rank, base.in_features))
         self.lora_B = nn.Parameter(base.weight.new_zeros(base.out_features, rank))
         nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) + (x @ self.lora_A.t()) @ self.lora_B.t() * self.scale
+        return super().forward(x) + linear(linear(x, self.lora_A), self.lora_B) * self.scale
 
     def effective_weight(self) -> torch.Tensor:
         return self.weight + self.lora_B @ self.lora_A * self.scale
@@ -87,7 +90,7 @@ def add_lora(model: nn.Module, rank: int, alpha: float | None = None, targets: s
             # `proj` of an attention residual is a query vector of size [1, D]; a rank-r update of it would be larger than it.
             if not pattern.match(full) or full.endswith("res.proj"):
                 continue
-            if isinstance(child, nn.Linear) and not isinstance(child, LoraLinear):
+            if isinstance(child, Linear) and not isinstance(child, LoraLinear):
                 setattr(module, child_name, LoraLinear(child, rank, scale))
             elif isinstance(child, Experts):
                 setattr(module, child_name, LoraExperts(child, rank, scale))
@@ -107,10 +110,8 @@ def merge_lora(model: nn.Module) -> None:
     for module in list(model.modules()):
         for child_name, child in list(module.named_children()):
             if isinstance(child, LoraLinear):
-                plain = nn.Linear(child.in_features, child.out_features, bias=child.bias is not None)
+                plain = Linear(child.in_features, child.out_features)
                 plain.weight = nn.Parameter(child.effective_weight().detach())
-                if child.bias is not None:
-                    plain.bias = child.bias
                 setattr(module, child_name, plain)
             elif isinstance(child, LoraExperts):
                 with torch.no_grad():

@@ -9,6 +9,7 @@ from driftline.kernels.moe import expert_mlp, route
 from driftline.kernels.situ_glu import situ_glu
 from driftline.models.attention import RMSNorm
 from driftline.models.config import K3Config
+from driftline.models.linear import Linear
 
 __all__ = ["DenseMlp", "LatentMoe"]
 
@@ -16,9 +17,9 @@ __all__ = ["DenseMlp", "LatentMoe"]
 class DenseMlp(nn.Module):
     def __init__(self, hidden: int, intermediate: int, config: K3Config) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(hidden, intermediate, bias=False)
-        self.up_proj = nn.Linear(hidden, intermediate, bias=False)
-        self.down_proj = nn.Linear(intermediate, hidden, bias=False)
+        self.gate_proj = Linear(hidden, intermediate)
+        self.up_proj = Linear(hidden, intermediate)
+        self.down_proj = Linear(intermediate, hidden)
         self.betas = (config.activation_situ_beta, config.activation_situ_linear_beta)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -56,9 +57,9 @@ class LatentMoe(nn.Module):
         self.betas = (config.activation_situ_beta, config.activation_situ_linear_beta)
         self.gate = Gate(config)
         self.experts = Experts(config)
-        self.routed_expert_down_proj = nn.Linear(hidden, latent, bias=False)
+        self.routed_expert_down_proj = Linear(hidden, latent)
         self.routed_expert_norm = RMSNorm(latent, config.rms_norm_eps) if config.latent_moe_use_norm else nn.Identity()
-        self.routed_expert_up_proj = nn.Linear(latent, hidden, bias=False)
+        self.routed_expert_up_proj = Linear(latent, hidden)
         shared = config.num_shared_experts * config.moe_intermediate_size
         self.shared_experts = DenseMlp(hidden, shared, config) if shared else None
 

@@ -13,9 +13,12 @@ import torch
 from torch import nn
 
 from driftline.kernels.attention_residual import attention_residual
+from driftline.kernels.logprob import selected_logprobs
 from driftline.models.attention import KdaAttention, MlaAttention, RMSNorm
 from driftline.models.cache import Cache, KdaState, MlaRows
 from driftline.models.config import K3Config
+from driftline.models.linear import Linear
+from driftline.models.logprob import token_logprobs
 from driftline.models.mlp import DenseMlp, LatentMoe
 
 __all__ = ["K3ForCausalLM", "ModelOutput"]
@@ -72,7 +75,7 @@ class K3ForCausalLM(nn.Module):
         super().__init__()
         self.config = config
         self.model = Decoder(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
         self.reset_parameters()
@@ -156,3 +159,14 @@ class K3ForCausalLM(nn.Module):
         """[..., D] -> [..., vocab] in at least fp32."""
         out: torch.Tensor = self.lm_head(hidden)
         return out.to(torch.promote_types(out.dtype, torch.float32))
+
+    def logprobs(
+        self, hidden: torch.Tensor, tokens: torch.Tensor, temperature: torch.Tensor | float = 1.0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`token_logprobs` of the logits of hidden [N, D]: (log-probability of each token, entropy), both [N] in nats, tokens int64 [N].
+
+        Where the kernels run, the logits are not held. They are rounded to the weights' dtype either way, as `logits` writes them for the sampler.
+        """
+        if getattr(self.lm_head, "effective_weight", None) is not None:  # an adapter adds its own term, which a merged weight would round away
+            return token_logprobs(self.logits(hidden), tokens, temperature)
+        return selected_logprobs(hidden, self.lm_head.weight, tokens, temperature, round_logits=True)

@@ -13,9 +13,13 @@ import torch
 from driftline.kernels.dispatch import runs_triton
 from driftline.kernels.kda.chunk import kda_chunk
 from driftline.kernels.kda.forward import WIDTH, Inputs
-from driftline.kernels.kda.reference import bounded_gate, l2_normalise
+from driftline.kernels.kda.reference import bounded_gate, kda_step, l2_normalise
 
-__all__ = ["kda", "kda_composed", "kernel_inputs"]
+__all__ = ["PADDING", "kda", "kda_composed", "kernel_inputs"]
+
+PADDING = -1e4
+"""z and beta of a position that is none: its beta is 0 and its decay 1 (for A_log above -6, where 1e4 e^A_log still empties the sigmoid), so the state passes it
+unchanged. Not minus infinity, of which the gradient to A_log would be made NaN."""
 
 _KERNEL_GATES = (torch.bfloat16, torch.float32)
 
@@ -40,7 +44,7 @@ def kda(
     b = sigmoid(beta), token by token: `S <- diag(e^g) S; S <- S + k^ (b (v - S^T k^))^T; o = K^-0.5 S^T q^`.
 
     lower_bound lies in [-5, 0). initial_state [N, H, K, V] fp32 or None for zeros. cu_seqlens [N + 1], int32 or int64, from 0 to T and never
-    falling, packs N sequences into one row (B = 1); without it N = B. A position with z = beta = -1e4 leaves the state as it was: padding.
+    falling, packs N sequences into one row (B = 1); without it N = B. A position with z = beta = PADDING leaves the state as it was.
 
     >>> o, state = kda(q, k, v, z, beta, a_log, dt_bias, cu_seqlens=torch.tensor([0, 15, 15, 500]))
 
@@ -68,15 +72,18 @@ def kda_composed(
     initial_state: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same in torch, in fp32 or wider throughout; the state is in that dtype. Reads cu_seqlens on the host."""
+    """The same in torch, in fp32 or wider throughout; the state is in that dtype. One token takes the recurrence itself. Reads cu_seqlens on the host."""
     wide = torch.promote_types(q.dtype, torch.float32)
     heads, width = q.shape[2:]
     qn, kn, vw = l2_normalise(q.to(wide)), l2_normalise(k.to(wide)), v.to(wide)
-    g = bounded_gate(z.to(wide) + dt_bias.to(wide).view(heads, width), a_log.to(wide), lower_bound)
+    g = bounded_gate((z.to(wide).flatten(2) + dt_bias.to(wide)).view(z.shape), a_log.to(wide), lower_bound)
     b = torch.sigmoid(beta.to(wide))
     count = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
     state = q.new_zeros(count, heads, width, v.shape[-1], dtype=wide) if initial_state is None else initial_state.to(wide)
     if cu_seqlens is None:
+        if q.shape[1] == 1:
+            step, final = kda_step(qn[:, 0], kn[:, 0], vw[:, 0], g[:, 0], b[:, 0], state)
+            return step[:, None].to(v.dtype), final
         o, final = kda_chunk(qn, kn, vw, g, b, state) if q.shape[1] else (vw, state)
         return o.to(v.dtype), final
     bounds = cu_seqlens.tolist()

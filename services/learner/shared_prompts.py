@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from driftline.messages.types import Trajectory
-from driftline.models.logprob import token_logprobs
 from driftline.models.model import K3ForCausalLM
 from driftline.models.tokenizer import ByteTokenizer
 from driftline.services.learner.assembler import BatchGroup
@@ -65,7 +64,7 @@ def forward_groups(model: K3ForCausalLM, groups: Sequence[BatchGroup], first: in
     targets, _ = _pad([t.tokens[t.prompt_tokens :] for t in members], device)
     temperature = torch.tensor([t.temperature for t in members], device=device)
     row = torch.arange(len(members), device=device)[:, None].expand_as(at)[at]
-    logp, entropy = token_logprobs(model.logits(out.hidden[at]), targets[at], temperature[row])
+    logp, entropy = model.logprobs(out.hidden[at], targets[at], temperature[row])
     behave = np.concatenate([t.logprobs[t.action_mask] for t in members])
     versions = np.concatenate([t.versions[t.action_mask] for t in members])
     return FlatTokens(logp, entropy, torch.from_numpy(behave).to(device), row + first, versions)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from driftline.kernels.kda import bounded_gate, kda, kda_recurrent, l2_normalise
+from driftline.kernels.kda import PADDING, bounded_gate, kda, kda_recurrent, kda_step, l2_normalise
 from driftline.kernels.kda import forward as fw
 from driftline.kernels.kda.operator import kda_composed
 
@@ -61,6 +61,16 @@ def test_packed_sequences_get_what_each_gets_alone(dtype: torch.dtype) -> None:
         torch.testing.assert_close(final[n : n + 1], alone_final, rtol=0, atol=1e-13)
 
 
+def test_one_token_is_a_step_of_the_recurrence_bit_for_bit() -> None:
+    x = {name: t[:, :1] if t.dim() > 2 else t for name, t in raw(torch.float32).items()}
+    state = torch.randn(BATCH, HEADS, WIDTH, VALUE, generator=torch.Generator().manual_seed(1))
+    g = bounded_gate((x["z"].flatten(2) + x["dt_bias"]).view(x["z"].shape), x["a_log"])
+    want, want_state = kda_step(*(t[:, 0] for t in (l2_normalise(x["q"]), l2_normalise(x["k"]), x["v"], g, torch.sigmoid(x["beta"]))), state)
+    o, final = kda(**x, initial_state=state)
+    assert torch.equal(o[:, 0], want)
+    assert torch.equal(final, want_state)
+
+
 def test_no_tokens_at_all_leave_the_state() -> None:
     x = {name: t[:, :0] if t.dim() > 2 else t for name, t in raw().items()}
     state = torch.ones(BATCH, HEADS, WIDTH, VALUE, dtype=torch.float64)
@@ -72,7 +82,7 @@ def test_no_tokens_at_all_leave_the_state() -> None:
 def test_a_position_with_very_negative_gate_and_beta_leaves_the_state_and_has_a_gradient_of_zero() -> None:
     x = raw()
     for name in ("z", "beta"):
-        x[name][:, 9:] = -1e4
+        x[name][:, 9:] = PADDING
     leaves = {name: t.requires_grad_() for name, t in x.items()}
     _, final = kda(**leaves)
     short = {name: t[:, :9] if t.dim() > 2 else t for name, t in x.items()}

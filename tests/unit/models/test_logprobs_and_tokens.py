@@ -8,8 +8,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from model_cases import random_model
 
 from driftline.models.logprob import scaled_log_softmax, token_logprobs
+from driftline.models.lora import add_lora
 from driftline.models.tokenizer import ByteTokenizer
 
 torch.set_num_threads(1)
@@ -32,6 +34,29 @@ def test_every_row_has_its_own_temperature() -> None:
     for row, temperature in enumerate((0.6, 1.0, 2.0)):
         torch.testing.assert_close(got[row], scaled_log_softmax(logits[row : row + 1], temperature)[0])
     torch.testing.assert_close(got.exp().sum(-1), torch.ones(3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("adapted", [False, True])
+def test_a_model_scores_tokens_as_its_logits_do_bit_for_bit(dtype: torch.dtype, adapted: bool) -> None:
+    """What the learner takes its ratio from and what the sampler recorded come from the same rounded logits; an adapter on the head changes nothing of that."""
+    model = random_model().to(dtype)
+    if adapted:
+        add_lora(model, 2, targets=r"lm_head$")
+        torch.nn.init.normal_(model.lm_head.lora_B)  # type: ignore[arg-type]
+    random = torch.Generator().manual_seed(0)
+    hidden = torch.randn(7, model.config.hidden_size, generator=random).to(dtype)
+    tokens = torch.randint(0, model.config.vocab_size, (7,), generator=random)
+    temperature = torch.rand(7, generator=random) + 0.5
+    for scale in (1.0, temperature):
+        ours, theirs = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
+        for one, other in zip(model.logprobs(ours, tokens, scale), token_logprobs(model.logits(theirs), tokens, scale), strict=True):
+            assert torch.equal(one, other)
+        model.logprobs(ours, tokens, scale)[0].sum().backward()
+        token_logprobs(model.logits(theirs), tokens, scale)[0].sum().backward()
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        assert torch.equal(ours.grad, theirs.grad)
 
 
 def test_entropy_is_that_of_the_scaled_distribution() -> None:
