@@ -17,16 +17,18 @@ from driftline.kernels.mxfp4.weights import ExpertWeight, Fp8Weight, Mxfp4Weight
 from driftline.kernels.offline import SHARED_LIMIT, CompiledKernel, compiling_for
 
 EXPERTS, TOP_K, LATENT, INNER = 896, 16, 3584, 3072
+HELD = 32
+"""Experts whose weights are there: nothing that is compiled depends on it, and 896 in bfloat16 are more than some machines promise."""
 STACK = 512
 """Bytes of registers that the widest tiles may put away around their loops; inside one, none."""
 
 
 def weight(form: Form, out: int, width: int) -> ExpertWeight:
     if form is Form.MXFP4:
-        return Mxfp4Weight(torch.empty(EXPERTS, out, width // 2, dtype=torch.uint8), torch.empty(EXPERTS, out, width // 32, dtype=torch.uint8))
+        return Mxfp4Weight(torch.empty(HELD, out, width // 2, dtype=torch.uint8), torch.empty(HELD, out, width // 32, dtype=torch.uint8))
     if form is Form.FP8:
-        return Fp8Weight(torch.empty(EXPERTS, out, width, dtype=torch.float8_e4m3fn), torch.empty(EXPERTS, out, width // 128))
-    return torch.empty(EXPERTS, out, width, dtype=torch.bfloat16)
+        return Fp8Weight(torch.empty(HELD, out, width, dtype=torch.float8_e4m3fn), torch.empty(HELD, out, width // 128))
+    return torch.empty(HELD, out, width, dtype=torch.bfloat16)
 
 
 def compiled(form: Form, activations: Activations, configuration: Pinned, tokens: int = 8192) -> dict[str, CompiledKernel]:
