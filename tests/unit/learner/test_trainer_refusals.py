@@ -8,6 +8,7 @@ import pytest
 import torch
 from learning_samples import batch_of, grade, group, sample, small_model
 
+from driftline.models.logprob import token_logprobs
 from driftline.services.config import LearnerConfig
 from driftline.services.learner.assembler import Batch, BatchGroup
 from driftline.services.learner.trainer import Trainer
@@ -29,14 +30,14 @@ def test_a_sampled_token_of_probability_zero_refuses_the_step_although_its_gradi
     trainer = trainer_of(objective="grpo")
     batch = batch_of(trainer.model)
     impossible = int(batch.trajectories[0].tokens[-1])
-    before, logits = trainer.state(), trainer.model.logits
+    before, model = trainer.state(), trainer.model
 
-    def without_it(hidden: torch.Tensor) -> torch.Tensor:
+    def without_it(hidden: torch.Tensor, tokens: torch.Tensor, temperature: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         gone = torch.zeros(264)
         gone[impossible] = -torch.inf
-        return logits(hidden) + gone
+        return token_logprobs(model.logits(hidden) + gone, tokens, temperature)
 
-    monkeypatch.setattr(trainer.model, "logits", without_it)
+    monkeypatch.setattr(model, "logprobs", without_it)
     report = trainer.step(batch)
     assert all(p.grad is None or torch.isfinite(p.grad).all() for p in trainer.parameters), "the gradient alone would have passed"
     assert report.values["skipped"] == 1
