@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from driftline.kernels.mla_prefill.shapes import Sizes
-from driftline.kernels.mla_prefill.triton_forward import tiles_of
+from driftline.kernels.mla_prefill.triton_forward import extent, tiles_of
 
 __all__ = ["KEYS", "KEYS_DEFAULT", "QUERIES", "QUERIES_DEFAULT", "Configuration", "backward"]
 
@@ -56,12 +56,7 @@ def _queries(q, kv, k_shared, grad, lse, delta, starts, starts_k, tiles, dq, cou
     sequence = tl.load(tiles + 2 * tile)
     if sequence < 0:
         return
-    first = tl.load(tiles + 2 * tile + 1)
-    begin = tl.load(starts + sequence)
-    begin_k = tl.load(starts_k + sequence)
-    length = tl.load(starts + sequence + 1) - begin
-    length_k = tl.load(starts_k + sequence + 1) - begin_k
-    ahead = length_k - length
+    first, begin, begin_k, length, length_k, ahead = extent(tiles, tile, sequence, starts, starts_k)
     row = tl.arange(0, QUERIES)
     j = tl.arange(0, KEYS)
     n = tl.arange(0, NOPE)
@@ -106,12 +101,7 @@ def _keys(q, kv, k_shared, grad, lse, delta, starts, starts_k, tiles, dkv, d_sha
     sequence = tl.load(tiles + 2 * tile)
     if sequence < 0:
         return
-    first = tl.load(tiles + 2 * tile + 1)
-    begin = tl.load(starts + sequence)
-    begin_k = tl.load(starts_k + sequence)
-    length = tl.load(starts + sequence + 1) - begin
-    length_k = tl.load(starts_k + sequence + 1) - begin_k
-    ahead = length_k - length
+    first, begin, begin_k, length, length_k, ahead = extent(tiles, tile, sequence, starts, starts_k)
     row = tl.arange(0, KEYS)
     i = tl.arange(0, QUERIES)
     n = tl.arange(0, NOPE)

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from driftline.kernels.mla_prefill.shapes import Sizes
 
-__all__ = ["CONFIGURATIONS", "DEFAULT", "Configuration", "forward", "takes", "tiles_of"]
+__all__ = ["CONFIGURATIONS", "DEFAULT", "Configuration", "extent", "forward", "takes", "tiles_of"]
 
 
 class Configuration(NamedTuple):
@@ -35,6 +35,17 @@ CONFIGURATIONS = (DEFAULT, Configuration(128, 64, 8, 4), Configuration(128, 128,
 
 
 @triton.jit
+def extent(tiles, tile, sequence, starts, starts_k):
+    """A tile's first row in its sequence, where the sequence's queries and keys begin, how many there are of each, and how many keys precede its first query."""
+    first = tl.load(tiles + 2 * tile + 1)
+    begin = tl.load(starts + sequence)
+    begin_k = tl.load(starts_k + sequence)
+    length = tl.load(starts + sequence + 1) - begin
+    length_k = tl.load(starts_k + sequence + 1) - begin_k
+    return first, begin, begin_k, length, length_k, length_k - length
+
+
+@triton.jit
 def _forward(q, kv, k_shared, starts, starts_k, tiles, out, lse, count, scale, HEADS: tl.constexpr, NOPE: tl.constexpr, SHARED: tl.constexpr,
              VALUE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr):
     # The last tiles have the most keys and begin first.
@@ -43,12 +54,7 @@ def _forward(q, kv, k_shared, starts, starts_k, tiles, out, lse, count, scale, H
     sequence = tl.load(tiles + 2 * tile)
     if sequence < 0:
         return
-    first = tl.load(tiles + 2 * tile + 1)
-    begin = tl.load(starts + sequence)
-    begin_k = tl.load(starts_k + sequence)
-    length = tl.load(starts + sequence + 1) - begin
-    length_k = tl.load(starts_k + sequence + 1) - begin_k
-    ahead = length_k - length
+    first, begin, begin_k, length, length_k, ahead = extent(tiles, tile, sequence, starts, starts_k)
     row = tl.arange(0, QUERIES)
     j = tl.arange(0, KEYS)
     n = tl.arange(0, NOPE)

@@ -77,7 +77,7 @@ def serialised(kernel: CompiledKernel, folder: Path) -> bool:
 
 
 def distinct() -> list[tuple[Form, Activations, int]]:
-    """One of each form that decode uses, and the widest of the form that K3's checkpoints have. (`device_moe` compiles and runs all of them.)"""
+    """One of each form that decode uses, and the widest of the form that K3's checkpoints have. (tests/gpu/test_moe_device.py compiles and runs all of them.)"""
     narrow = [(form, Activations.FP8_128 if fp8 else Activations.SAME, 0) for form, fp8 in TABLE]
     return [*narrow, (Form.MXFP4, Activations.SAME, len(ROWS))]
 
