@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from benchmark_scripts import script
 
 from driftline.kernels.attention_residual import Bank, OutputNorm, aggregate, attention_residual, reference
 from driftline.kernels.attention_residual.bank import Storage
@@ -180,12 +179,7 @@ def test_arguments_that_do_not_fit_are_refused_by_name() -> None:
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton, the gpu extra")
 def test_the_benchmarks_floor_counts_each_source_and_gradient_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """In units of one [T, D]: ten forward and nineteen backward for nine sources; eight more where sums are read before they are written."""
-    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[3] / "benchmarks" / "kernels"))
-    spec = importlib.util.spec_from_file_location("attention_residual_benchmark", Path(sys.path[0]) / "attention_residual.py")
-    assert spec is not None
-    assert spec.loader is not None
-    benchmark = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(benchmark)
+    benchmark = script("attention_residual", monkeypatch)
     unit = 131_072 * 7168 * 2
     assert benchmark.floor_bytes(131_072, 9, backward=False) == 10 * unit
     assert benchmark.floor_bytes(131_072, 9, backward=True) == 19 * unit

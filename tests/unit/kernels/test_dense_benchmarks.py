@@ -2,29 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-from types import ModuleType
-
 import pytest
 import torch
+from benchmark_scripts import script
 
 from driftline.kernels.logprob import selected_logprobs
 
 torch.set_num_threads(1)
-FOLDER = Path(__file__).resolve().parents[3] / "benchmarks" / "kernels"
-
-
-def script(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(FOLDER))
-    spec = importlib.util.spec_from_file_location(f"benchmark_of_{name}", FOLDER / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_a_product_reads_both_operands_once_and_writes_its_result(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,35 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
+from benchmark_scripts import script
 
 from driftline.kernels.kda.reference import bounded_gate, kda_recurrent
 
-BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks" / "kernels"
-
 torch.set_num_threads(1)
-
-
-def loaded(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    spec = importlib.util.spec_from_file_location(f"benchmark_{name}", BENCHMARKS / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_rows_name_their_shape_and_count_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     if importlib.util.find_spec("triton") is None:
         pytest.skip("needs Triton, the gpu extra")
-    bench = loaded("kda", monkeypatch)
+    bench = script("kda", monkeypatch)
     shapes = bench.shapes(False, "")
     assert {(s.steps, s.heads) for s in shapes} == {(t, h) for t in bench.STEPS for h in bench.HEADS}
     assert [s.name for s in bench.shapes(False, "backward T=8192 H=12")] == ["T=8192 H=12 fast gates", "T=8192 H=12 slow gates"]
@@ -43,7 +28,7 @@ def test_rows_name_their_shape_and_count_its_bytes(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("in_kernel", [False, True])
 def test_the_peers_call_gives_the_recurrence_through_our_operator(in_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another scale, queries of any length, gates and strengths given as they are or as their raw inputs; the state is theirs too."""
-    tests = loaded("kda_public_tests", monkeypatch)
+    tests = script("kda_public_tests", monkeypatch)
     q, k, v, z = (torch.randn(1, 20, 2, 128) for _ in range(4))
     k = torch.nn.functional.normalize(k, dim=-1)
     a_log, beta = torch.randn(2) * 0.3, torch.randn(1, 20, 2)
@@ -57,7 +42,7 @@ def test_the_peers_call_gives_the_recurrence_through_our_operator(in_kernel: boo
 
 
 def test_what_ours_lacks_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    tests = loaded("kda_public_tests", monkeypatch)
+    tests = script("kda_public_tests", monkeypatch)
     x, beta = torch.randn(1, 4, 1, 64), torch.rand(1, 4, 1)
     with pytest.raises(pytest.skip.Exception, match="heads of 128"):
         tests.chunk_kda(x, x, x, -x.abs(), beta)
