@@ -172,7 +172,7 @@ def backward(
         q, kv, k_shared, rounded, lse, delta, starts, starts_k, tiles, dkv, parts, scale / math.log(2), scale, QUERIES=of_keys.queries, KEYS=of_keys.keys,
         STAGES=of_keys.stages, num_warps=of_keys.warps, **widths,
     )
-    _shared[(triton.cdiv(sizes.keys, 16),)](parts, dk_shared, sizes.keys, HEADS=sizes.heads, SHARED=sizes.shared, ROWS=16, num_warps=4)
+    _shared[(triton.cdiv(sizes.keys, 16),)](parts, dk_shared, sizes.keys, HEADS=sizes.heads, SHARED=sizes.shared, ROWS=16, num_warps=4, enable_fp_fusion=True)
     tiles = tiles_of(starts, sizes.queries, of_queries.queries)
     _queries[(tiles.shape[0], sizes.heads)](
         q, kv, k_shared, rounded, lse, delta, starts, starts_k, tiles, dq, tiles.shape[0], scale / math.log(2), scale, QUERIES=of_queries.queries,
