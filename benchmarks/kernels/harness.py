@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -75,7 +76,18 @@ def arguments(description: str | None = None) -> argparse.Namespace:
 
 
 def measure(fn: Callable[[], object], *, rounds: int = 30, cold: bool = True) -> Timing:
-    """Each call timed alone by events, after three that are not; L2 is flushed before each when `cold`."""
+    """Each call timed alone by events, after three that are not; L2 is flushed before each when `cold`. In a sweep, a call that raises (a candidate
+    that needs more than the device has) is said and takes forever; the others go on."""
+    try:
+        return _measure(fn, rounds=rounds, cold=cold)
+    except Exception as refused:
+        if "--sweep" not in sys.argv:
+            raise
+        print(f"a candidate is refused: {type(refused).__name__}: {str(refused)[:200]}", flush=True)
+        return Timing(math.inf, math.inf, math.inf)
+
+
+def _measure(fn: Callable[[], object], *, rounds: int, cold: bool) -> Timing:
     flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda") if cold else None
     for _ in range(3):
         fn()
