@@ -16,6 +16,7 @@ from driftline.kernels.rmsnorm import rmsnorm
 from driftline.kernels.short_conv import short_conv
 from driftline.models.cache import KdaState, MlaRows
 from driftline.models.config import K3Config
+from driftline.models.latent_attention import Columns, Heads, attend
 from driftline.models.linear import Linear
 
 __all__ = ["KdaAttention", "MlaAttention", "RMSNorm"]
@@ -125,22 +126,14 @@ class MlaAttention(nn.Module):
     def initial(self, batch: int, like: torch.Tensor) -> MlaRows:
         return MlaRows(like.new_zeros(batch, 0, self.rank + self.rope))
 
-    def forward(self, x: torch.Tensor, cache: MlaRows, visible: torch.Tensor) -> tuple[torch.Tensor, MlaRows]:
-        """x [B, T, D]; visible [B, T, N + T] bool, true where query t may see that cached or new column. Returns [B, T, D] and rows."""
+    def forward(self, x: torch.Tensor, cache: MlaRows, columns: Columns) -> tuple[torch.Tensor, MlaRows]:
+        """x [B, T, D]; columns: of the cache's rows and of x's, which are there. Returns [B, T, D] and the rows, the new ones behind the cached."""
         batch, steps, _ = x.shape
         q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))).view(batch, steps, self.heads, self.nope + self.rope)
         latent, shared = self.kv_a_proj_with_mqa(x).split([self.rank, self.rope], dim=-1)
         rows = torch.cat([cache.rows, torch.cat([self.kv_a_layernorm(latent), shared], dim=-1)], dim=1)
         up = _effective_weight(self.kv_b_proj).view(self.heads, -1, self.rank)
-        w_uk, w_uv = up[:, : self.nope], up[:, self.nope :]
-        # Absorbed form everywhere: the latent rows are the keys and the values, so a fork never expands its prompt again.
-        q_latent = torch.einsum("bthn,hnr->bhtr", q[..., : self.nope], w_uk)
-        query = torch.cat([q_latent, q[..., self.nope :].transpose(1, 2)], dim=-1)
-        score = (query.reshape(batch, self.heads * steps, -1) @ rows.mT).view(batch, self.heads, steps, -1) * self.scale
-        score = score.to(torch.promote_types(score.dtype, torch.float32)).masked_fill(~visible[:, None], -math.inf)
-        p = torch.softmax(score, dim=-1).to(x.dtype)
-        o_latent = (p.view(batch, self.heads * steps, -1) @ rows[..., : self.rank]).view(batch, self.heads, steps, -1)
-        o = torch.einsum("bhtr,hvr->bthv", o_latent, w_uv).reshape(batch, steps, -1)
+        o = attend(q, rows, Heads(up, self.kv_b_proj, self.nope, self.scale), columns).reshape(batch, steps, -1)
         if self.gated:
             o = o * torch.sigmoid(self.g_proj(x))
         return self.o_proj(o), MlaRows(rows)

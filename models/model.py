@@ -12,11 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from driftline.kernels.attention_residual import attention_residual
+from driftline.kernels.attention_residual import Aggregated, Bank, OutputNorm, aggregate
 from driftline.kernels.logprob import selected_logprobs
 from driftline.models.attention import KdaAttention, MlaAttention, RMSNorm
 from driftline.models.cache import Cache, KdaState, MlaRows
 from driftline.models.config import K3Config
+from driftline.models.latent_attention import Columns
 from driftline.models.linear import Linear
 from driftline.models.logprob import token_logprobs
 from driftline.models.mlp import DenseMlp, LatentMoe
@@ -41,8 +42,9 @@ class Residual(nn.Module):
         self.proj = nn.Linear(config.hidden_size, 1, bias=False)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, bank: list[torch.Tensor], prefix: torch.Tensor) -> torch.Tensor:
-        return attention_residual([*bank, prefix], self.proj.weight[0], self.norm.weight, self.norm.eps)
+    def forward(self, bank: Bank, prefix: torch.Tensor, delta: torch.Tensor | None, norm: RMSNorm) -> Aggregated:
+        """The mix of the bank and prefix + delta, normalised by the sublayer's own `norm`; and that prefix."""
+        return aggregate(bank, prefix, self.proj.weight[0], self.norm.weight, self.norm.eps, delta=delta, output_norm=OutputNorm(norm.weight, norm.eps))
 
 
 class DecoderLayer(nn.Module):
@@ -116,40 +118,34 @@ class K3ForCausalLM(nn.Module):
         span = torch.arange(steps, device=tokens.device)
         real = None if lengths is None else span < lengths[:, None]
         now = torch.ones(batch, steps, dtype=torch.bool, device=tokens.device) if real is None else real
-        causal = (span[:, None] >= span) & now[:, None, :]
-        # A padded query sees itself, so that its softmax is finite; nothing reads its output.
-        causal = causal | torch.eye(steps, dtype=torch.bool, device=tokens.device)
-        visible = torch.cat([cache.valid[:, None, :].expand(-1, steps, -1), causal.expand(batch, -1, -1)], dim=-1)
+        columns = Columns(cache.valid, now)
 
-        prefix: torch.Tensor | None = self.model.embed_tokens(tokens)
-        bank: list[torch.Tensor] = []
+        prefix: torch.Tensor = self.model.embed_tokens(tokens)
+        delta: torch.Tensor | None = None  # the last sublayer's output, which the next aggregation adds to the prefix
+        layers = self._layers()
+        bank = Bank.empty(batch * steps, sum(layer.opens_block for layer in layers), prefix.shape[-1], dtype=prefix.dtype, device=prefix.device)
         states: list[KdaState | MlaRows] = []
         routes: list[torch.Tensor] = []
-        for layer, held in zip(self._layers(), cache.layers, strict=True):
-            assert prefix is not None
-            mixed = layer.self_attention_res(bank, prefix)
+        for layer, held in zip(layers, cache.layers, strict=True):
+            normed, prefix = layer.self_attention_res(bank, prefix, delta, layer.input_layernorm)
             if layer.opens_block:
-                bank.append(prefix)
-                prefix = None
-            normed = layer.input_layernorm(mixed)
+                bank = bank.write(prefix)
             if isinstance(layer.self_attn, KdaAttention):
                 assert isinstance(held, KdaState)
                 out, state = layer.self_attn(normed, held, lengths, real)
             else:
                 assert isinstance(held, MlaRows)
-                out, state = layer.self_attn(normed, held, visible)
+                out, state = layer.self_attn(normed, held, columns)
             states.append(state)
-            prefix = out if prefix is None else prefix + out
-            normed = layer.post_attention_layernorm(layer.mlp_res(bank, prefix))
+            prefix, delta = (out, None) if layer.opens_block else (prefix, out)
+            normed, prefix = layer.mlp_res(bank, prefix, delta, layer.post_attention_layernorm)
             if layer.moe:
                 ids = None if replay is None else replay[:, :, len(routes)]
-                out, used = layer.block_sparse_moe(normed, ids)
+                delta, used = layer.block_sparse_moe(normed, ids)
                 routes.append(used)
             else:
-                out = layer.mlp(normed)
-            prefix = prefix + out
-        assert prefix is not None
-        hidden = self.model.norm(self.model.output_attn_res(bank, prefix))
+                delta = layer.mlp(normed)
+        hidden = self.model.output_attn_res(bank, prefix, delta, self.model.norm).mixed
         grown = steps if lengths is None else lengths
         after = Cache(tuple(states), torch.cat([cache.valid, now], dim=1), cache.lengths + grown)
         stacked = torch.stack(routes, dim=2) if routes else tokens.new_zeros(batch, steps, 0, 1)

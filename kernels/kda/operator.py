@@ -1,7 +1,8 @@
 """KDA from raw inputs, one call for the device and the CPU: q/k norm, gate, beta, the recurrence by chunks, packed sequences and carried states.
 
 CUDA tensors in bfloat16 with heads of 128 channels take the kernels (`forward.py`, differentiable by `autograd.py`); everything else takes the
-torch functions of `reference.py` and `chunk.py`, composed, in fp32 or wider and differentiable by torch. The choice looks at devices, dtypes and shapes.
+torch functions of `reference.py` and `chunk.py`, composed, in fp32 or wider and differentiable by torch. The choice looks at devices, dtypes and shapes,
+and one token a row without gradients, a step of decoding, takes the recurrence's kernel as it takes the recurrence on the CPU.
 """
 
 from __future__ import annotations
@@ -54,6 +55,8 @@ def kda(
     given = (q, k, v, z, beta, a_log, dt_bias, initial_state)
     narrow = q.dtype == k.dtype == v.dtype == torch.bfloat16 and z.dtype in _KERNEL_GATES and beta.dtype in _KERNEL_GATES
     if narrow and q.shape[-1] == v.shape[-1] == WIDTH and runs_triton(*given, cu_seqlens):
+        if q.shape[1] == 1 and cu_seqlens is None and not torch.is_grad_enabled():
+            return _one_token(q, k, v, z, beta, a_log, dt_bias, lower_bound, initial_state)
         from driftline.kernels.kda.autograd import kda_by_kernels
 
         return kda_by_kernels(q, k, v, z, beta, a_log, dt_bias, lower_bound, initial_state, cu_seqlens)
@@ -96,6 +99,25 @@ def kda_composed(
         outs.append(o)
         states.append(final)
     return torch.cat(outs, 1).to(v.dtype), torch.cat(states)
+
+
+def _one_token(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, z: torch.Tensor, beta: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor, lower_bound: float,
+    initial_state: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A step of decoding: the recurrence's kernel on a copy of the states, since the given ones are a value. A pool that is decoded in place takes
+    `kda_decode` itself."""
+    from driftline.kernels.kda_decode import kda_decode
+
+    batch, _, heads, width = q.shape
+    if initial_state is None:
+        state = torch.zeros(batch, heads, width, v.shape[-1], dtype=torch.float32, device=q.device)
+    else:
+        state = initial_state.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    slots = torch.arange(batch, dtype=torch.int32, device=q.device)
+    q, k, v, z, beta = (t[:, 0].contiguous() for t in (q, k, v, z, beta))
+    o = kda_decode(q, k, v, z, beta, a_log.float(), dt_bias.float(), state, slots, lower_bound=lower_bound)
+    return o[:, None], state
 
 
 def kernel_inputs(

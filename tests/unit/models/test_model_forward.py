@@ -10,6 +10,7 @@ from model_cases import random_model, random_tokens, small
 
 from driftline.models.attention import MlaAttention, RMSNorm
 from driftline.models.cache import Cache, KdaState, MlaRows
+from driftline.models.latent_attention import Columns
 from driftline.models.model import K3ForCausalLM
 
 EXACT = {"rtol": 0.0, "atol": 1e-10}
@@ -145,7 +146,7 @@ def test_mla_sees_no_positions() -> None:
     torch.manual_seed(0)
     layer = MlaAttention(small()).double()
     x = torch.randn(1, 9, 32, dtype=torch.float64)
-    visible = torch.ones(1, 9, 9, dtype=torch.bool).tril()
+    visible = Columns(torch.ones(1, 0, dtype=torch.bool), torch.ones(1, 9, dtype=torch.bool))
     constant = x[:, :1].expand(-1, 9, -1)
     out, _ = layer(constant, layer.initial(1, x), visible)
     torch.testing.assert_close(out, out[:, :1].expand_as(out), rtol=0, atol=1e-14)
@@ -159,7 +160,7 @@ def test_the_absorbed_form_equals_keys_and_values_written_out() -> None:
     layer = MlaAttention(config).double()
     x = torch.randn(2, 7, 32, dtype=torch.float64)
     visible = torch.ones(2, 7, 7, dtype=torch.bool).tril()
-    got, cache = layer(x, layer.initial(2, x), visible)
+    got, cache = layer(x, layer.initial(2, x), Columns(torch.ones(2, 0, dtype=torch.bool), torch.ones(2, 7, dtype=torch.bool)))
     nope, rope, rank = config.qk_nope_head_dim, config.qk_rope_head_dim, config.kv_lora_rank
     q = layer.q_b_proj(layer.q_a_layernorm(layer.q_a_proj(x))).view(2, 7, 2, nope + rope).transpose(1, 2)
     kv = layer.kv_b_proj(cache.rows[..., :rank]).view(2, 7, 2, nope + config.v_head_dim).transpose(1, 2)
@@ -187,7 +188,7 @@ def test_layers_mix_the_bank_and_write_it_where_the_release_does(model: K3ForCau
     for name, module in model.named_modules():
         if name.endswith("_res"):
             handles.append(module.register_forward_hook(
-                lambda _m, args, _out, name=name: seen.append((name, list(args[0]), args[1]))))
+                lambda _m, args, out, name=name: seen.append((name, [row.view_as(out.prefix) for row in args[0].values.unbind(1)], out.prefix))))
         if name.endswith(("self_attn", "mlp", "block_sparse_moe")):
             handles.append(module.register_forward_hook(
                 lambda _m, _a, out, name=name: outs.__setitem__(name, out[0] if isinstance(out, tuple) else out)))
