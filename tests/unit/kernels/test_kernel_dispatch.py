@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from driftline.kernels import dispatch
-from driftline.kernels.dispatch import has_triton, runs_triton
+from driftline.kernels.dispatch import runs_triton
 
 
 class OnDevice:
@@ -17,7 +17,9 @@ class OnDevice:
 
 @pytest.fixture(autouse=True)
 def _read_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "has_triton", has_triton.__wrapped__)
+    for name in ("has_triton", "_setting", "_checked_on"):
+        monkeypatch.setattr(dispatch, name, getattr(dispatch, name).__wrapped__)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
 
 
 def test_tensors_of_the_host_and_mixed_ones_go_to_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,12 +30,14 @@ def test_tensors_of_the_host_and_mixed_ones_go_to_the_reference(monkeypatch: pyt
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton, the gpu extra")
-def test_the_setting_turns_kernels_on_and_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    for setting, on in (("triton", True), ("reference", False)):
+@pytest.mark.parametrize(("setting", "hopper", "another"), [(None, True, False), ("triton", True, True), ("reference", False, False)])
+def test_unset_kernels_run_where_they_have_been_checked(monkeypatch: pytest.MonkeyPatch, setting: str | None, hopper: bool, another: bool) -> None:
+    monkeypatch.delenv("DRIFTLINE_KERNELS", raising=False)
+    if setting:
         monkeypatch.setenv("DRIFTLINE_KERNELS", setting)
-        assert runs_triton(OnDevice(), None) is on  # type: ignore[arg-type]
-    monkeypatch.delenv("DRIFTLINE_KERNELS")
-    assert not runs_triton(OnDevice())  # type: ignore[arg-type]
+    assert runs_triton(OnDevice(), None) is hopper  # type: ignore[arg-type]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    assert runs_triton(OnDevice(), None) is another  # type: ignore[arg-type]
 
 
 def test_without_triton_the_reference_runs(monkeypatch: pytest.MonkeyPatch) -> None:
