@@ -104,9 +104,9 @@ class Xor:
     """Pairs of spans that are combined again and again, as a policy's tensors with the version before them. The spans must stay where they are."""
 
     def __init__(self, base: Sequence[torch.Tensor], new: Sequence[torch.Tensor], *, block: int = 4096) -> None:
-        """Pairs of spans as `Comparison` takes them, of any one dtype of 1, 2 or 4 bytes. `block`: elements, a power of two from 256 to 65,536.
+        """Pairs of spans as `Comparison` takes them, of any one dtype of 1, 2 or 4 bytes and of any length. `block`: elements, a power of two from 256 to 65,536.
         Raises ValueError."""
-        checked(base, new, Rounding.NONE)
+        checked(base, new, Rounding.NONE, longest=None)
         checked_block(block)
         self._base, self._new, self._block = tuple(base), tuple(new), block
         self._kernel = None
@@ -122,7 +122,7 @@ class Xor:
 
 
 def xor_blocks(base: torch.Tensor, new: torch.Tensor, *, block: int = 4096) -> torch.Tensor:
-    """`new` becomes base XOR new, in place. Both contiguous, of one dtype of 1, 2 or 4 bytes an element and as many elements (fewer than 2^31), on one
+    """`new` becomes base XOR new, in place. Both contiguous, of one dtype of 1, 2 or 4 bytes an element and as many elements, of any number, on one
     device; `block` a power of two from 256 to 65,536. Returns int32 [ceil(elements / block)]: how many elements of each block differed, bit for
     bit. The base and the result give `new` back by the same call. Raises ValueError."""
     if has_kernels(base.device):

@@ -40,7 +40,7 @@ def compare(
 def xor_blocks(base: Sequence[torch.Tensor], new: Sequence[torch.Tensor], *, block: int) -> torch.Tensor:
     """`new` becomes base XOR new, bit for bit and in place. Returns int32 [blocks]: of every `block` elements of a span (the last block of a span may be
     shorter, and none runs into the next span) how many are not zero then, the spans' blocks laid end to end."""
-    checked(base, new, Rounding.NONE)
+    checked(base, new, Rounding.NONE, longest=None)
     checked_block(block)
     counts = []
     for held, value in zip(base, new, strict=True):

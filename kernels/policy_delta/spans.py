@@ -1,7 +1,7 @@
 """What the policy-delta operators are given and give back: spans of memory, and what changed in them.
 
-A span is one contiguous tensor of fewer than 2^31 elements (the policy store's shards are 2 MiB), so that a position inside it fits an int32 whatever
-the size of the model; positions never run over the end of a span into the next.
+A span is one contiguous tensor. Where positions inside it are listed it has fewer than 2^31 elements (the policy store's shards are 2 MiB), so that a
+position fits an int32 whatever the size of the model; positions never run over the end of a span into the next.
 """
 
 from __future__ import annotations
@@ -52,13 +52,14 @@ class SpanChanges(NamedTuple):
     counts: torch.Tensor
 
 
-def checked(old: Sequence[torch.Tensor], new: Sequence[torch.Tensor], rounding: Rounding) -> None:
-    """Raise ValueError unless each old span can be compared with its new one."""
+def checked(old: Sequence[torch.Tensor], new: Sequence[torch.Tensor], rounding: Rounding, *, longest: int | None = LONGEST_SPAN) -> None:
+    """Raise ValueError unless each old span can be compared with its new one. `longest`: elements of a span at most; None where no position is kept."""
     if len(old) != len(new):
         raise ValueError(f"{len(old)} old spans and {len(new)} new ones")
     for one, other in zip(old, new, strict=True):
-        if one.numel() != other.numel() or not 0 < one.numel() <= LONGEST_SPAN:
-            raise ValueError(f"spans of {one.numel()} and {other.numel()} elements; both need as many, from 1 to {LONGEST_SPAN}")
+        if one.numel() != other.numel() or one.numel() == 0 or (longest is not None and one.numel() > longest):
+            most = "on" if longest is None else f"to {longest}"
+            raise ValueError(f"spans of {one.numel()} and {other.numel()} elements; both need as many, from 1 {most}")
         if not (one.is_contiguous() and other.is_contiguous()):
             raise ValueError("a span must be contiguous")
         if one.element_size() not in BITS or (one.dtype, other.dtype) not in _pairs(one.dtype, rounding):

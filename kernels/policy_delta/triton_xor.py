@@ -47,9 +47,9 @@ def _changed(x, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _wide(base, new, first, ROWS: tl.constexpr, COLS: tl.constexpr, STEPS: tl.constexpr, WIDTH: tl.constexpr):
+def _wide(base, new, ROWS: tl.constexpr, COLS: tl.constexpr, STEPS: tl.constexpr, WIDTH: tl.constexpr):
     """A whole tile, by words. Returns the counts [ROWS]."""
-    at = first + tl.arange(0, ROWS)[:, None] * (COLS * STEPS) + tl.arange(0, COLS)[None, :]
+    at = tl.arange(0, ROWS)[:, None] * (COLS * STEPS) + tl.arange(0, COLS)[None, :]
     packed = tl.zeros((ROWS, COLS), tl.int32)
     for step in range(STEPS):
         held = tl.load(base + at + step * COLS, eviction_policy="evict_first")
@@ -61,10 +61,11 @@ def _wide(base, new, first, ROWS: tl.constexpr, COLS: tl.constexpr, STEPS: tl.co
 
 
 @triton.jit
-def _narrow(base, new, counts, first, elements, ROWS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
-    """A tile that ends early or lies off 16 bytes, few elements at a time: it must not cost the whole tiles registers. Stores the counts of its blocks."""
+def _narrow(base, new, counts, elements, ROWS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
+    """A tile that ends early (after `elements`) or lies off 16 bytes, few elements at a time: it must not cost the whole tiles registers. Stores the
+    counts of its blocks."""
     for row in range(ROWS):
-        begin = first + row * BLOCK
+        begin = row * BLOCK
         if begin < elements:
             count = tl.zeros((CHUNK,), tl.int32)
             for step in range(BLOCK // CHUNK):
@@ -80,26 +81,28 @@ def _narrow(base, new, counts, first, elements, ROWS: tl.constexpr, BLOCK: tl.co
 def _xor(table, row_of, base, new, elements, counts, TABLE: tl.constexpr, ALIGNED: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
          STEPS: tl.constexpr):
     """ROWS blocks of COLS * STEPS words a program. `table` int64 [spans, 5]: addresses of base and new, elements, first tile, first block."""
-    tile = tl.program_id(0)
-    block = tile.to(tl.int64) * ROWS
+    tile = tl.program_id(0).to(tl.int64)
+    block = tile * ROWS
     if TABLE:
         row = table + tl.load(row_of + tile).to(tl.int64) * 5
         base = tl.load(row)
         new = tl.load(row + 1)
-        elements = tl.load(row + 2).to(tl.int32)
-        tile = tile - tl.load(row + 3).to(tl.int32)
+        elements = tl.load(row + 2)
+        tile = tile - tl.load(row + 3)
         block = tl.load(row + 4) + tile * ROWS
     PER: tl.constexpr = 4 // WIDTH
     WORDS: tl.constexpr = ROWS * COLS * STEPS
-    first = tile * (WORDS * PER)
-    whole = ALIGNED and first + WORDS * PER <= elements
+    # From the tile's first element on everything is counted in 32 bits, however long the span is.
+    left = tl.minimum(elements - tile * (WORDS * PER), WORDS * PER).to(tl.int32)
+    whole = ALIGNED and left == WORDS * PER
     if whole:
-        count = _wide(_integers(base, 4, True), _integers(new, 4, True), tile * WORDS, ROWS, COLS, STEPS, WIDTH)
+        count = _wide(_integers(base, 4, True) + tile * WORDS, _integers(new, 4, True) + tile * WORDS, ROWS, COLS, STEPS, WIDTH)
         tl.store(counts + block + tl.arange(0, ROWS), count)
     else:
         BLOCK: tl.constexpr = COLS * STEPS * PER
         CHUNK: tl.constexpr = BLOCK if BLOCK < 1024 else 1024
-        _narrow(_integers(base, WIDTH, False), _integers(new, WIDTH, False), counts + block, first, elements, ROWS, BLOCK, CHUNK)
+        first = tile * (WORDS * PER)
+        _narrow(_integers(base, WIDTH, False) + first, _integers(new, WIDTH, False) + first, counts + block, left, ROWS, BLOCK, CHUNK)
 
 
 def _shape(block: int, width: int, configuration: Configuration) -> tuple[int, int, int]:
@@ -111,7 +114,7 @@ def _shape(block: int, width: int, configuration: Configuration) -> tuple[int, i
 
 def xor(base: torch.Tensor, new: torch.Tensor, *, block: int, configuration: Configuration = DEFAULT) -> torch.Tensor:
     """As `reference.xor_blocks` of one span: one launch, no table, nothing is waited for."""
-    checked([base], [new], Rounding.NONE)
+    checked([base], [new], Rounding.NONE, longest=None)
     checked_block(block)
     width, elements = base.element_size(), base.numel()
     rows, cols, steps = _shape(block, width, configuration)
@@ -128,7 +131,7 @@ class Xor:
 
     def __init__(self, base: Sequence[torch.Tensor], new: Sequence[torch.Tensor], *, block: int, configuration: Configuration = DEFAULT) -> None:
         """As `reference.xor_blocks`. At least one span."""
-        checked(base, new, Rounding.NONE)
+        checked(base, new, Rounding.NONE, longest=None)
         checked_block(block)
         self._spans, self._warps = (tuple(base), tuple(new)), configuration.warps
         self._width, self._device = base[0].element_size(), base[0].device

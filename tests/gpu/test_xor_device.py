@@ -76,15 +76,23 @@ def test_a_thousand_runs_give_one_hash_and_a_byte_that_differs_gives_another() -
     assert digest() not in (even, odd)
 
 
-def test_more_than_two_to_the_31_bytes_are_reached() -> None:
-    """1.2 billion bfloat16 elements: offsets in bytes pass 2^31, which an int32 address would wrap."""
-    elements = 1_200_000_000
-    base = torch.zeros(elements, dtype=torch.bfloat16, device="cuda")
-    new = torch.zeros(elements, dtype=torch.bfloat16, device="cuda")
-    for at in (0, elements // 2, elements - 1):
-        new[at] = 1.0
-        base[at] = 2.0
-    counts = policy_delta.xor_blocks(base, new, block=65_536)
-    assert counts.sum().item() == 3
-    assert [counts[at // 65_536].item() for at in (0, elements // 2, elements - 1)] == [1, 1, 1]
-    assert [new.view(torch.int16)[at].item() for at in (0, elements // 2, elements - 1)] == [0x3F80 ^ 0x4000] * 3
+@pytest.mark.parametrize("many", [False, True])
+def test_a_span_of_more_than_two_to_the_31_elements_is_one_launch_as_any_other(many: bool) -> None:
+    """2.2 billion elements of a byte: positions, and offsets in bytes, pass 2^31, which an int32 would wrap."""
+    elements = 2**31 + 70_003
+    base = torch.zeros(elements, dtype=torch.uint8, device="cuda")
+    new = torch.zeros(elements, dtype=torch.uint8, device="cuda")
+    places = (0, elements // 2, 2**31 - 1, 2**31, elements - 1)
+    for at in places:
+        new[at], base[at] = 0x3F, 0x40
+    if many:
+        short = torch.ones(300, dtype=torch.uint8, device="cuda"), torch.zeros(300, dtype=torch.uint8, device="cuda")
+        *counts, last = policy_delta.Xor([base, short[0]], [new, short[1]], block=65_536).run().split(-(-elements // 65_536))
+        assert last.tolist() == [300]
+        counts = counts[0]
+    else:
+        counts = policy_delta.xor_blocks(base, new, block=65_536)
+    assert counts.nonzero().flatten().tolist() == sorted({at // 65_536 for at in places})
+    assert counts.sum().item() == len(places)
+    assert [new[at].item() for at in places] == [0x3F ^ 0x40] * len(places)
+    assert new.count_nonzero().item() == len(places)

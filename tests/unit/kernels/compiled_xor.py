@@ -35,3 +35,14 @@ def test_other_widths_and_blocks_compile_without_spills(dtype: torch.dtype, bloc
         triton_xor.xor(base, new, block=block)
     assert [(kernel.stack <= 8, kernel.count("STL")) for kernel in compiled] == [(True, 0)]
     assert "LDG.E.EF.128" in compiled[0].sass() or "LDG.E.128" in compiled[0].sass()
+
+
+def test_a_span_of_more_elements_than_31_bits_is_one_launch_with_wide_accesses() -> None:
+    """Positions in the span are 64-bit then; those in a tile are not."""
+    span = torch.empty(2**31 + 1, dtype=torch.uint8)
+    with compiling_for(90) as compiled:
+        triton_xor.xor(span, span, block=4096)
+    [kernel] = compiled
+    assert kernel.grid == (2**18 + 1,)
+    assert (kernel.stack, kernel.registers <= 64) == (0, True)
+    assert "LDG.E.EF.128" in kernel.sass() or "LDG.E.128" in kernel.sass()

@@ -7,6 +7,7 @@ import torch
 from delta_cases import WIDTHS, noise, nudged
 
 from driftline.kernels import policy_delta
+from driftline.kernels.policy_delta.spans import LONGEST_SPAN, Rounding, checked
 
 torch.set_num_threads(1)
 
@@ -53,3 +54,12 @@ def test_spans_that_do_not_match_are_refused() -> None:
         policy_delta.xor_blocks(torch.zeros(4), torch.zeros(4, dtype=torch.int32))
     with pytest.raises(ValueError, match="contiguous"):
         policy_delta.xor_blocks(torch.zeros(4), torch.zeros(8)[::2])
+
+
+def test_a_span_longer_than_positions_can_count_is_taken_and_refused_where_positions_are_listed() -> None:
+    long = torch.empty(LONGEST_SPAN + 1, dtype=torch.uint8)
+    checked([long], [long], Rounding.NONE, longest=None)
+    with pytest.raises(ValueError, match=f"from 1 to {LONGEST_SPAN}"):
+        checked([long], [long], Rounding.NONE)
+    with pytest.raises(ValueError, match="spans of 0 and 0 elements; both need as many, from 1 on"):
+        policy_delta.xor_blocks(torch.zeros(0), torch.zeros(0))
