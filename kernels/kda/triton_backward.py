@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,untyped-decorator"
-"""KDA's backward as four launches a group of heads: prepare (a chunk each), scan (both ways), gradients (a chunk each), fold (the sums over tokens).
+"""KDA's backward as five launches a group of heads: prepare (a chunk each), scan (both ways), values, gradients (a chunk each), fold (the sums over tokens).
 
 Everything is recomputed from the raw inputs; nothing is read of what a forward may have kept. The workspace is 2,320 bytes a token and head of the
 group, the groups being as few as keep it under WORKSPACE_BYTES; which heads share a group changes no bit. Every sum has one fixed order, there are
@@ -17,6 +17,7 @@ from driftline.kernels.kda.triton_backward_decay import BLOCK, CHUNK, WIDTH, sum
 from driftline.kernels.kda.triton_backward_gradients import fold, gradients
 from driftline.kernels.kda.triton_backward_prepare import prepare
 from driftline.kernels.kda.triton_backward_scan import scan
+from driftline.kernels.kda.triton_backward_values import values
 
 __all__ = ["PINNED", "WORKSPACE_BYTES", "Config", "Gradients", "backward", "heads_at_once", "workspace_bytes"]
 
@@ -26,7 +27,7 @@ WORKSPACE_BYTES = 16 * 2**30
 
 @dataclass(frozen=True)
 class Config:
-    """wide: channels of a key that one step of prepare and gradients takes. registers: a thread's, at most: 255 let two programs of 4 warps share a
+    """wide: channels of a key that one step of prepare and gradients takes, or of a value that one of `values` does. registers: a thread's, at most: 255 let two programs of 4 warps share a
     multiprocessor, 168 three. values: value channels of a scan's program (64 or 128). stages: with two, Triton waits for a chunk's copies right after
     it issued them; with three they run while the chunk before is multiplied."""
 
@@ -36,10 +37,12 @@ class Config:
     scan_warps: int = 4
     scan_values: int = 64
     scan_stages: int = 3
+    values_warps: int = 4
+    values_wide: int = 64
+    values_registers: int = 168
     gradients_warps: int = 4
     gradients_wide: int = 32
     gradients_registers: int = 255
-    gradients_values: int = 64
 
 
 PINNED = Config()
@@ -135,10 +138,12 @@ def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, z: torch.Tensor,
                 states, dstates, dinitial, *place[1:], *sizes, **shape, INITIAL=initial_state is not None, DFINAL=dfinal_state is not None,
                 BV=config.scan_values, STAGES=config.scan_stages, num_warps=config.scan_warps)
         if chunks.slots:
+            values[(chunks.slots, group)](
+                beta, do, *place, u, w, qbar, ktail, t, p, dstates, dv, dbeta, *sizes, **shape, BV=config.values_wide, num_warps=config.values_warps,
+                num_stages=1, maxnreg=config.values_registers)
             gradients[(chunks.slots, group)](
-                q, k, z, beta, a_log, dt_bias, do, *matrices, *place, u, w, qbar, ktail, t, p, decay, states, dstates, dq, dk, dv, dz, dbeta, dbias, share, *sizes,
-                0, lower_bound, **shape, BLOCK=BLOCK, WIDE=config.gradients_wide, BV=config.gradients_values, num_warps=config.gradients_warps,
-                num_stages=1, maxnreg=config.gradients_registers)
+                q, k, z, a_log, dt_bias, do, *matrices, *place, u, w, qbar, decay, states, dstates, dq, dk, dv, dz, dbias, share, *sizes, 0, lower_bound,
+                **shape, BLOCK=BLOCK, WIDE=config.gradients_wide, num_warps=config.gradients_warps, num_stages=1, maxnreg=config.gradients_registers)
         fold[(group,)](dbias, ddt_bias, chunks.slots, group, head0, WIDE=WIDTH, LINES=16, num_warps=4, enable_fp_fusion=True)
         fold[(group,)](share, da_log, chunks.slots, group, head0, WIDE=1, LINES=1024, num_warps=4, enable_fp_fusion=True)
     return Gradients(dq, dk, dv, dz, dbeta, da_log, ddt_bias, dinitial)

@@ -1,18 +1,13 @@
 # mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,untyped-decorator"
-"""The gradients of one chunk, from the state at its start and the state's gradient at its end, down to the raw inputs.
+"""The gradients of one chunk's queries, keys and gates, from the states around it and the triangles D and E of `values`, down to the raw inputs.
 
 With q' = scale q e^G, k' = k e^G, k- = k e^-G, k^ = k e^(G_64 - G), and everything on the right of one chunk:
 
-    dX = T^T (Aqk^T do + k^ dS)      dv = beta dX      dbeta_logit = (1 - beta) <dX, V'>
-    D = tril(do V'^T)                E = -tril(dv V'^T, -1)
-    dq' = do S^T + D k-              dk' = -dv S^T + E k-          dk- = D^T q' + E^T k'          dk^ = V' dS^T
+    dq' = do S^T + D k-     dk' = -dv S^T + E k-     dk- = D^T q' + E^T k'     dk^ = V' dS^T
     dG = q' dq' + k' dk' - k- dk- - k^ dk^, its last row more by e^(G_64) <dS, S> + sum k^ dk^;   dg: its sums from the row on
 
-then through the gate (dz, and the sums for dt_bias and A_log) and the norms. <dX, r> of the recurrence's residual r is <dX, V'> / beta, so dbeta
-needs no division and dA none of the triangular inverse's: V' = T X makes it -dX V'^T.
-
-What one phase hands to the next lies in tiles that are dead by then: D and E, both ways round, where w, qbar and ktail were; the gradients of the
-unit queries and keys, in fp32, where the states were.
+then through the gate (dz, and the sums for dt_bias and A_log) and the norms. Nothing goes through the triangular inverse: V' = T X makes its gradient
+-dX V'^T, which is in E. The gradients of the unit queries and keys wait, in fp32, where the states were.
 """
 
 from __future__ import annotations
@@ -50,9 +45,9 @@ __all__ = ["fold", "gradients"]
 
 
 @triton.jit(do_not_specialize=["steps", "chunks_each", "head0", "group", "zero"])
-def gradients(q, k, z, beta, a_log, dt_bias, do, matrices, shares, owner, first, bounds, v_in, w_io, qbar_io, ktail_io, t_in, p_in, decay_in, states_io, dstates_io, dq_out,
-              dk_out, dv_out, dz_out, dbeta_out, dbias_out, da_out, steps, chunks_each, heads, head0, group, zero, lower_bound, VARLEN: tl.constexpr,
-              CHUNK: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr, BV: tl.constexpr):
+def gradients(q, k, z, a_log, dt_bias, do, matrices, shares, owner, first, bounds, v_in, w_io, qbar_io, decay_in, states_io, dstates_io, dq_out,
+              dk_out, dv, dz_out, dbias_out, da_out, steps, chunks_each, heads, head0, group, zero, lower_bound, VARLEN: tl.constexpr,
+              CHUNK: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr):
     """One chunk of one head a program. dq.. dz as the inputs lie; dbias fp32 [chunks, group, 128] and da fp32 [chunks, group]: this chunk's share."""
     chunk = tl.program_id(0)
     slot = tl.program_id(1)
@@ -72,41 +67,15 @@ def gradients(q, k, z, beta, a_log, dt_bias, do, matrices, shares, owner, first,
     v_in += tile * CHUNK * WIDTH
     w_io += tile * CHUNK * WIDTH
     qbar_io += tile * CHUNK * WIDTH
-    ktail_io += tile * CHUNK * WIDTH
-    t_in += tile * CHUNK * CHUNK
-    p_in += tile * CHUNK * CHUNK
     states_io += tile * WIDTH * WIDTH
     dstates_io += tile * WIDTH * WIDTH
     out = i * (heads * WIDTH)
     dq_out += (begin * heads + head) * WIDTH
     dk_out += (begin * heads + head) * WIDTH
     dz_out += (begin * heads + head) * WIDTH
-    dv_at = dv_out + (begin * heads + head) * WIDTH
     there = i < valid
-    strength = sigmoid(tl.load(beta + (begin + row) * heads + head, mask=row < valid, other=0.0).to(tl.float32))
-    strength = tl.where(row < valid, strength, 0.0)
 
-    share = tl.zeros([CHUNK], tl.float32)
-    for part in range(0, WIDTH, BV):
-        value = part + tl.arange(0, BV)
-        dinner = dot(tl.trans(tl.load(p_in + square)), rows(do, begin, valid, head, heads, part, BV, CHUNK, WIDTH))
-        dinner = add_dot(tl.load(ktail_io + wide), tl.load(dstates_io + (lanes[:, None] * WIDTH + value[None, :])), dinner)
-        dx = dot(tl.trans(tl.load(t_in + square)), narrow(dinner))
-        share += tl.sum(dx * tl.load(v_in + (i * WIDTH + value[None, :])).to(tl.float32), axis=1)
-        tl.store(dv_at + (out + value[None, :]), as_stored(dx * strength[:, None], dv_out), mask=there)
-    tl.store(dbeta_out + (begin + row) * heads + head, as_stored(share * (1.0 - strength), dbeta_out), mask=row < valid)
-    tl.debug_barrier()
-
-    inner = tl.load(v_in + wide)
-    output = rows(do, begin, valid, head, heads, 0, WIDTH, CHUNK, WIDTH)
-    dvalue = rows(dv_out, begin, valid, head, heads, 0, WIDTH, CHUNK, WIDTH)
     SECOND: tl.constexpr = CHUNK * CHUNK
-    tl.store(w_io + square, narrow(tl.where(i >= j, dot(output, tl.trans(inner)), 0.0)))
-    tl.store(w_io + (SECOND + square), narrow(tl.where(i > j, -dot(dvalue, tl.trans(inner)), 0.0)))
-    tl.store(qbar_io + square, narrow(tl.where(i <= j, dot(inner, tl.trans(output)), 0.0)))
-    tl.store(qbar_io + (SECOND + square), narrow(tl.where(i < j, -dot(inner, tl.trans(dvalue)), 0.0)))
-    tl.debug_barrier()
-
     bi = i // BLOCK
     bj = j // BLOCK
     same = bi == bj
@@ -136,7 +105,7 @@ def gradients(q, k, z, beta, a_log, dt_bias, do, matrices, shares, owner, first,
 
         start = tl.exp2(summed(matrices + still, START, gate, CHUNK)) * DOWN
         dq = dot(rows(do, begin, valid, head, heads, still, WIDTH, CHUNK, WIDTH), tl.trans(state)) * start
-        dk = dot(rows(dv_out, begin, valid, head, heads, still, WIDTH, CHUNK, WIDTH), tl.trans(state)) * -start
+        dk = dot(rows(dv, begin, valid, head, heads, still, WIDTH, CHUNK, WIDTH), tl.trans(state)) * -start
         local = summed(matrices + still, RISE, gate, CHUNK)
         factor = tl.exp2(-local)
         keys_row = narrow(keys * factor)

@@ -8,6 +8,7 @@ from functools import cache
 
 import pytest
 import torch
+from machine_code import unwritten
 
 from driftline.kernels.kda import triton_backward
 from driftline.kernels.kda.triton_backward import PINNED, backward, heads_at_once, workspace_bytes
@@ -15,9 +16,9 @@ from driftline.kernels.offline import SHARED_LIMIT, CompiledKernel, compiling_fo
 
 torch.set_num_threads(1)
 
-SPILLED = {"prepare": 512, "scan": 0, "gradients": 1280, "fold": 0}
-"""Bytes a thread that may go to the stack, and stay in the first cache. prepare gives up registers for a third program on a multiprocessor; gradients
-holds eleven tiles of [64, 32] at a time."""
+SPILLED = {"prepare": 512, "scan": 0, "values": 64, "gradients": 1280, "fold": 0}
+"""Bytes a thread that may go to the stack, and stay in the first cache. prepare and values give up registers for a third program on a multiprocessor;
+gradients holds eleven tiles of [64, 32] at a time."""
 
 
 @cache
@@ -44,7 +45,7 @@ def from_registers(kernel: CompiledKernel) -> int:
 
 def test_every_kernel_compiles_into_what_a_hopper_block_has() -> None:
     kernels = compiled()
-    assert {kernel.name for kernel in kernels} == {"prepare", "scan", "gradients", "fold"}
+    assert {kernel.name for kernel in kernels} == {"prepare", "scan", "values", "gradients", "fold"}
     for kernel in kernels:
         assert kernel.shared <= SHARED_LIMIT, kernel
         assert kernel.stack <= SPILLED[kernel.name], kernel
@@ -58,6 +59,17 @@ def test_products_are_warpgroup_instructions_that_read_both_operands_from_shared
             assert kernel.count("HMMA") == 0, kernel
             assert from_registers(kernel) == 0, kernel
             assert "LDG.E.128" in kernel.sass() or kernel.count("LDGSTS") > 0, kernel
+
+
+def test_every_uniform_register_is_written_before_it_is_read() -> None:
+    """With values and gradients in one kernel the assembler left descriptors undefined, and products read outside shared memory."""
+    for kernel in compiled():
+        assert unwritten(kernel.sass()) == [], kernel
+        if kernel.count("HGMMA"):
+            tile = re.search(r"gdesc\[(UR\d+)\]", kernel.sass())
+            assert tile is not None
+            without = [line for line in kernel.sass().splitlines() if not re.search(rf"U[A-Z][\w.]* {tile[1]},", line)]
+            assert unwritten("\n".join(without)) != [], "what is left out would be seen"
 
 
 def test_the_scan_loads_the_next_chunk_while_it_multiplies() -> None:

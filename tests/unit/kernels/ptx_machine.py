@@ -2,8 +2,8 @@
 
 It shows what interpreting the source cannot: that layouts, moves through shared memory, matrix instructions and their descriptors do what was asked.
 An address outside memory, a misaligned one and a read of shared memory that nothing wrote are refused; shared memory that another warp wrote or reads with no
-barrier between, and ordinary writes that wgmma reads with no fence between, are reported as hazards. Branches must be uniform in a block, and a
-wgmma's left operand in registers; asynchronous copies land when they are waited for. What ptxas makes of the PTX is not seen.
+barrier between, and ordinary writes that wgmma reads with no fence between, are reported as hazards. Shared memory is as large as the kernel asked for.
+Branches must be uniform in a block; asynchronous copies land when they are waited for. What ptxas makes of the PTX is not seen (machine_code.py looks).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from driftline.kernels.offline import SHARED_LIMIT, CompiledKernel, compiling_for
+from driftline.kernels.offline import CompiledKernel, compiling_for
 
 __all__ = ["Launched", "Machine", "launches_of", "run_on_cpu"]
 
@@ -105,7 +105,7 @@ class Machine:
     def __init__(self, kernel: CompiledKernel) -> None:
         self.lines, self.labels = _parse(kernel.ptx)
         self.parameters = re.findall(r"\.param \.\w+[^\n,]*?(\w+_param_\d+)", kernel.ptx)
-        self.threads = 32 * kernel.warps
+        self.threads, self.room = 32 * kernel.warps, kernel.shared
         self.thread = np.arange(self.threads)
         self.warp, self.lane = self.thread // 32, self.thread % 32
         self.hazards: set[str] = set()
@@ -114,9 +114,9 @@ class Machine:
         assert len(arguments) == len(self.parameters), "arguments do not match the kernel's parameters"
         self.values: dict[str, Array] = {}
         self.given, self.block, self.memory = dict(zip(self.parameters, arguments, strict=True)), block, memory
-        self.shared = np.zeros(SHARED_LIMIT, np.uint8)
-        self.written, self.fenced = np.zeros(SHARED_LIMIT, bool), np.ones(SHARED_LIMIT, bool)
-        self.writer, self.reader, self.write_epoch, self.read_epoch = (np.full(SHARED_LIMIT, _NOBODY) for _ in range(4))
+        self.shared = np.zeros(self.room, np.uint8)
+        self.written, self.fenced = np.zeros(self.room, bool), np.ones(self.room, bool)
+        self.writer, self.reader, self.write_epoch, self.read_epoch = (np.full(self.room, _NOBODY) for _ in range(4))
         self.epoch, at = 0, 0
         self.copies: list[list[tuple[Array, Array, Array, str]]] = [[]]
         with np.errstate(all="ignore"):
@@ -170,6 +170,8 @@ class Machine:
             self._matrices(line, live)
         elif line.name.startswith("wgmma.mma_async"):
             self._multiply(line)
+        elif line.name.startswith("mma.sync.aligned.m16n8k16"):
+            self._multiply_in_a_warp(line)
         elif name == "mov":
             self._move(parts[1], a, live)
         elif name == "cvt":
@@ -185,8 +187,10 @@ class Machine:
             high = U32((0xFFFFFFFF << width) & 0xFFFFFFFF) if parts[1] == "s32" else U32(0)
             self._set(a[0], np.where((field >> U32(width - 1)) & U32(1), field | high, field).astype(U32), live)
         elif name == "shfl":
-            assert "bfly" in parts, line.text
-            self._set(a[0], self._value(a[1])[32 * self.warp + (self.lane ^ int(a[2]))], live)
+            by = self._value(a[2]).astype(np.int64)
+            lane = self.lane ^ by if "bfly" in parts else by % 32 if "idx" in parts else np.where(self.lane < by, self.lane, self.lane - by)
+            assert {"bfly", "idx", "up"} & set(parts), line.text
+            self._set(a[0], self._value(a[1])[32 * self.warp + lane], live)
         elif name == "redux":
             self._set(a[0], self._value(a[1]).astype(np.int64).reshape(-1, 32).sum(1).repeat(32).astype(U32), live)
         elif name in _FLOAT_UNITS:
@@ -291,7 +295,7 @@ class Machine:
         return self.memory[np.where(live, at, 0)[:, None] + np.arange(count)]
 
     def _read_shared(self, at: Array, count: int, live: Array, text: str) -> Array:
-        assert ((at[live] >= 0) & (at[live] + count <= SHARED_LIMIT)).all(), f"outside shared memory: {text}"
+        assert ((at[live] >= 0) & (at[live] + count <= self.room)).all(), f"outside shared memory: {text}"
         cells = np.where(live, at, 0)[:, None] + np.arange(count)
         chosen, mine = cells[live], self.warp[live][:, None]
         assert self.written[chosen].all(), f"nothing was written: {text}"
@@ -303,7 +307,7 @@ class Machine:
         return self.shared[cells]
 
     def _write_shared(self, at: Array, cells: Array, live: Array, text: str, copied: bool = False) -> None:
-        assert ((at[live] >= 0) & (at[live] + cells.shape[1] <= SHARED_LIMIT)).all(), f"outside shared memory: {text}"
+        assert ((at[live] >= 0) & (at[live] + cells.shape[1] <= self.room)).all(), f"outside shared memory: {text}"
         chosen, mine = (at[:, None] + np.arange(cells.shape[1]))[live], self.warp[live][:, None]
         if ((self.read_epoch[chosen] == self.epoch) & (self.reader[chosen] != mine)).any():
             self.hazards.add(f"write without a barrier after the read: {text}")
@@ -352,46 +356,74 @@ class Machine:
 
     def _multiply(self, line: Line) -> None:
         a = line.operands
-        assert a[1][0] == "{", "a left operand in shared memory is not supported"
         shape = re.search(r"n(\d+)k(\d+)", line.name)
         assert shape is not None
         columns, depth = int(shape[1]), int(shape[2])
-        width, format = 32 // depth, line.parts[-1]
-        decoded = _DECODED[format]
-        out, left, descriptors = _inside(a[0]), [self._value(x) for x in _inside(a[1])], self._value(a[2], U64)
+        width, decoded = 32 // depth, _DECODED[line.parts[-1]]
+        out, held = _inside(a[0]), a[1][0] == "{"
         adds = bool(self.values[a[3]].all()) if a[3][0] == "%" else bool(int(a[3]))
-        across = width == 2 and bool(int(a[6]))
+        across = [bool(int(x)) for x in a[6:]] or [False, False]
+        warp, lane = self.warp[:128], self.lane[:128]
         for group in range(self.threads // 128):
             mine = slice(128 * group, 128 * group + 128)
-            warp, lane = self.warp[:128], self.lane[:128]
-            rows = np.zeros((64, depth), np.float32)
-            for r, word in enumerate(left):
-                row, column = 16 * warp + lane // 4 + 8 * (r % 2), 4 * (r // 2) * (1 if width == 4 else 2)
-                if width == 4:
-                    rows[row, lane % 4 + column] = decoded(word[mine])
-                else:
-                    for half in range(2):
-                        rows[row, 2 * (lane % 4) + half + column] = decoded(((word[mine] >> U32(16 * half)) & U32(0xFFFF)).astype(U16))
-            assert (descriptors[mine] == descriptors[mine][0]).all(), f"threads disagree about the tile: {line.text}"
-            cells = _tile(int(descriptors[mine][0]), columns, depth, width, across)[..., None] + np.arange(width)
-            assert ((cells >= 0) & (cells < SHARED_LIMIT)).all(), "wgmma reads outside shared memory"
-            assert self.written[cells].all(), "wgmma reads what nothing wrote"
-            if not self.fenced[cells].all():
-                self.hazards.add(f"wgmma reads without a fence after the write: {line.name}")
-            if (self.write_epoch[cells] == self.epoch).any():
-                self.hazards.add(f"wgmma reads without a barrier after the write: {line.name}")
-            self.reader[cells], self.read_epoch[cells] = _SEVERAL, self.epoch
-            right = decoded(np.ascontiguousarray(self.shared[cells]).view(U32 if width == 4 else U16)[..., 0])
-            product = rows.astype(np.float64) @ right.T.astype(np.float64)
+            if held:
+                left = self._left(_inside(a[1]), mine, depth, width, decoded)
+            else:
+                left = self._operand(a[1], mine, 64, depth, width, across[0], decoded, line.text)
+            right = self._operand(a[2], mine, columns, depth, width, across[-1], decoded, line.text)
+            product = left.astype(np.float64) @ right.T.astype(np.float64)
             for i, name in enumerate(out):
                 total = self.values.get(name, np.zeros(self.threads, U32)).copy()
                 element = product[16 * warp + lane // 4 + 8 * (i // 2 % 2), 8 * (i // 4) + 2 * (lane % 4) + i % 2]
                 total[mine] = (element + (total[mine].view(np.float32) if adds else 0.0)).astype(np.float32).view(U32)
                 self.values[name] = total
 
+    def _multiply_in_a_warp(self, line: Line) -> None:
+        """mma.m16n8k16 of two-byte operands in registers."""
+        out, left, right, so_far = (_inside(x) for x in line.operands)
+        decoded = _DECODED[line.parts[-2]]
+        group, at, warps = self.lane // 4, 2 * (self.lane % 4), self.threads // 32
+        rows, columns = np.zeros((warps, 16, 16)), np.zeros((warps, 8, 16))
+        for half in range(2):
+            for r, name in enumerate(left):
+                rows[self.warp, group + 8 * (r % 2), at + half + 8 * (r // 2)] = decoded(((self._value(name) >> U32(16 * half)) & U32(0xFFFF)).astype(U16))
+            for r, name in enumerate(right):
+                columns[self.warp, group, at + half + 8 * r] = decoded(((self._value(name) >> U32(16 * half)) & U32(0xFFFF)).astype(U16))
+        product = rows @ columns.transpose(0, 2, 1)
+        added = [_floats(self._value(name)) for name in so_far]
+        for i, name in enumerate(out):
+            self.values[name] = (product[self.warp, group + 8 * (i // 2), at + i % 2] + added[i]).astype(np.float32).view(U32)
+
+    def _left(self, names: list[str], mine: slice, depth: int, width: int, decoded: Callable[[Array], Array]) -> Array:
+        """A left operand [64, depth] in registers."""
+        warp, lane = self.warp[:128], self.lane[:128]
+        rows = np.zeros((64, depth), np.float32)
+        for r, word in enumerate(self._value(name)[mine] for name in names):
+            row, column = 16 * warp + lane // 4 + 8 * (r % 2), 4 * (r // 2) * (1 if width == 4 else 2)
+            if width == 4:
+                rows[row, lane % 4 + column] = decoded(word)
+            else:
+                for half in range(2):
+                    rows[row, 2 * (lane % 4) + half + column] = decoded(((word >> U32(16 * half)) & U32(0xFFFF)).astype(U16))
+        return rows
+
+    def _operand(self, name: str, mine: slice, rows: int, depth: int, width: int, across: bool, decoded: Callable[[Array], Array], text: str) -> Array:
+        """An operand [rows, depth] in shared memory."""
+        descriptors = self._value(name, U64)[mine]
+        assert (descriptors == descriptors[0]).all(), f"threads disagree about the tile: {text}"
+        cells = _tile(int(descriptors[0]), rows, depth, width, across)[..., None] + np.arange(width)
+        assert ((cells >= 0) & (cells < self.room)).all(), f"wgmma reads outside shared memory: {text}"
+        assert self.written[cells].all(), f"wgmma reads what nothing wrote: {text}"
+        if not self.fenced[cells].all():
+            self.hazards.add(f"wgmma reads without a fence after the write: {text}")
+        if (self.write_epoch[cells] == self.epoch).any():
+            self.hazards.add(f"wgmma reads without a barrier after the write: {text}")
+        self.reader[cells], self.read_epoch[cells] = _SEVERAL, self.epoch
+        return decoded(np.ascontiguousarray(self.shared[cells]).view(U32 if width == 4 else U16)[..., 0])
+
 
 def _tile(descriptor: int, columns: int, depth: int, width: int, across: bool) -> Array:
-    """Where a right operand's elements [columns, depth] begin, by its descriptor: depth lies together, or columns do (`across`)."""
+    """Where the elements [columns, depth] of an operand begin, by its descriptor: depth lies together, or columns do (`across`)."""
     start, leading, stride = ((descriptor >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
     span = {1: 128, 2: 64, 3: 32}[descriptor >> 62 & 3]
     n, k = np.arange(columns)[:, None], np.arange(depth)[None, :]
@@ -426,6 +458,11 @@ def launches_of(op: Callable[[], object]) -> list[Launched]:
     return found
 
 
+def _word(argument: float) -> int:
+    """A number as a kernel's parameter: an integer, or an fp32's bits."""
+    return argument if isinstance(argument, int) else int(np.float32(argument).view(U32))
+
+
 def run_on_cpu(launches: Sequence[Launched], tensors: Sequence[torch.Tensor]) -> set[str]:
     """Run the launches in order on the tensors that they were given, contiguous ones, in place; returns the hazards. `tensors` are those to fill and
     read back besides what the launches name."""
@@ -448,7 +485,7 @@ def run_on_cpu(launches: Sequence[Launched], tensors: Sequence[torch.Tensor]) ->
     hazards: set[str] = set()
     for kernel, given in launches:
         machine = Machine(kernel)
-        words = [places[x.data_ptr()][0] if isinstance(x, torch.Tensor) else int(x) for x in given]
+        words = [places[x.data_ptr()][0] if isinstance(x, torch.Tensor) else _word(x) for x in given]
         grid = (*kernel.grid, 1, 1)[:3]
         for block in np.ndindex(*grid):
             machine.run([*words, 0, 0], block, memory)
