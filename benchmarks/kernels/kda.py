@@ -187,6 +187,7 @@ def main() -> None:
         write("fla-core is not installed here: no peer was run")
         return
     write("before the peer")
+    harness.shorten_tuning()
     for shape in wanted:
         try:
             theirs[shape] = measured(peer, shape, asked.quick)
