@@ -1,20 +1,29 @@
-"""Checkpoints on disk: `config.json` and `model.safetensors` under K3's public names. `base` is the small policy shipped with the package."""
+"""Checkpoints on disk, in the layout of K3's release: what loads was checked whole, by name, dtype and shape, before the first byte was copied.
+
+A directory: `config.json`, and `model.safetensors` or numbered shards with an index. Routed experts are stored as bfloat16 or as MXFP4, and a model holds them
+in either form, whichever the files have. Loading and saving go tensor by tensor: beside the model they need the memory of one tensor.
+`base` is the small policy shipped with the package.
+"""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from torch import nn
 
-from driftline.messages.errors import ConfigError
+from driftline.kernels.mxfp4 import LARGEST_SCALE
+from driftline.messages.errors import ConfigError, IntegrityError
 from driftline.models.config import K3Config
 from driftline.models.model import K3ForCausalLM
-from driftline.models.state import export_state, load_state, policy_dtype
+from driftline.models.quantisation import Quantisation
+from driftline.models.recoding import Recoded, recoded_shapes
+from driftline.models.shard_files import SHARD_BYTES, Shape, write_shards
+from driftline.models.shards import Shards
+from driftline.models.state import policy_dtype, policy_tensors, public_tensors
+from driftline.models.stored import Stored, held_form, public_shapes, skeleton
 
-__all__ = ["BASE", "checkpoint_dir", "load_checkpoint", "read_tensors", "save_checkpoint"]
+__all__ = ["BASE", "checkpoint_dir", "load_checkpoint", "read_tensors", "save_checkpoint", "write_checkpoint"]
 
 BASE = "base"
 
@@ -29,36 +38,72 @@ def checkpoint_dir(init: str) -> Path:
 
 
 def read_tensors(directory: Path) -> dict[str, torch.Tensor]:
-    """All tensors of every `*.safetensors` file in the directory, by name."""
-    files = sorted(directory.glob("*.safetensors"))
-    if not files:
-        raise ConfigError("no *.safetensors file here", field="policy.init", value=str(directory),
-                          remedy="a checkpoint is config.json plus one or more safetensors files")
-    tensors: dict[str, torch.Tensor] = {}
-    for file in files:
-        try:
-            tensors.update(load_file(file))
-        except SafetensorError as error:
-            raise ConfigError(f"not a readable safetensors file: {error}", field="policy.init", value=str(file),
-                              remedy="copy the file again from its source") from error
-    return tensors
+    """All tensors of the checkpoint in the directory, by stored name. Raises ConfigError and IntegrityError."""
+    shards = Shards.of(directory)
+    return {name: shards.read(name) for name in shards.files}
 
 
-def load_checkpoint(init: str, *, dtype: torch.dtype = torch.float32) -> K3ForCausalLM:
-    """Build the model of a checkpoint and load its weights. Parameters are held in `dtype`; what the release keeps in fp32 is never held in less."""
-    directory = checkpoint_dir(init)
-    model = K3ForCausalLM(K3Config.load(directory))
-    for name, parameter in model.named_parameters():
-        parameter.data = parameter.data.to(torch.promote_types(policy_dtype(name, dtype), dtype))
-    load_state(model, read_tensors(directory))
+def load_checkpoint(
+    init: str, *, dtype: torch.dtype = torch.float32, experts: Quantisation | None = None, device: torch.device | str = "cpu",
+) -> K3ForCausalLM:
+    """Build the model of a checkpoint on `device` and load its weights.
+
+    Parameters are held in `dtype`; what the release keeps in fp32 is never held in less. `experts`: the form in which the model holds its routed experts, None
+    for that of the files. NONE unpacks them exactly, to be trained; MXFP4 packs them, which rounds. Raises ConfigError and IntegrityError: of names, dtypes and
+    shapes before anything is allocated, of values (a NaN scale, a padded A_log that is none) at the tensor that has them.
+    """
+    stored = Stored.open(checkpoint_dir(init))
+    held = stored.experts if experts is None else experts
+    model = skeleton(stored.config, held)
+    _allocate(model, dtype, torch.device(device))
+    source = Recoded(lambda name: stored.read(name).to(device), stored.experts, held, torch.promote_types(dtype, torch.bfloat16))
+    targets = {public: view for name, tensor in policy_tensors(model) for public, view in public_tensors(name, tensor)}
+    with torch.no_grad():
+        for name in sorted(targets, key=lambda name: (stored.file_of(source.source(name)), source.source(name))):
+            value = source.read(name)
+            if name.endswith(".weight_scale"):
+                _in_reach(stored.at(source.source(name)), value)
+            targets[name].copy_(value)
+    stored.shards.close()
     return model
 
 
-def save_checkpoint(model: K3ForCausalLM, directory: str | Path, *, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Write config.json and model.safetensors; the tensors file appears whole or not at all."""
-    target = Path(directory)
-    target.mkdir(parents=True, exist_ok=True)
-    model.config.save(target)
-    partial = target / ".model.safetensors.partial"
-    save_file(export_state(model, dtype), partial, metadata={"format": "pt"})
-    os.replace(partial, target / "model.safetensors")
+def _in_reach(at: str, scale: torch.Tensor) -> None:
+    """The kernels read a larger scale as NaN, the reference does not: refused, so that packed experts are one thing on every device."""
+    if bool((scale > LARGEST_SCALE).any()):
+        raise IntegrityError(f"a scale above {LARGEST_SCALE} is of weights above 12, which packed experts cannot hold here", field=at, value=int(scale.max()),
+                             remedy="load with the experts unpacked")
+
+
+def _allocate(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Memory for every tensor of a model on the meta device, uninitialised. Tied parameters stay one."""
+    made: dict[int, nn.Parameter] = {}
+    for prefix, module in model.named_modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if id(parameter) not in made:
+                kept = torch.promote_types(policy_dtype(f"{prefix}.{name}", dtype), dtype)
+                made[id(parameter)] = nn.Parameter(torch.empty(parameter.shape, dtype=kept, device=device), requires_grad=parameter.requires_grad)
+            setattr(module, name, made[id(parameter)])
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, torch.empty_like(buffer, device=device))
+
+
+def save_checkpoint(
+    model: K3ForCausalLM, directory: str | Path, *, dtype: torch.dtype = torch.bfloat16, experts: Quantisation | None = None, shard_bytes: int = SHARD_BYTES,
+) -> list[Path]:
+    """Write the model in policy dtype `dtype`; returns the files of tensors. `experts`: the form of the routed ones, None for that in which the model holds them.
+
+    Packing rounds; unpacking is exact where `dtype` is bfloat16 or wider. Files appear whole or not at all and the index last, see `write_shards`.
+    """
+    held = held_form(model)
+    wanted = held if experts is None else experts
+    tensors = {public: view for name, tensor in policy_tensors(model) for public, view in public_tensors(name, tensor)}
+    shapes = recoded_shapes(public_shapes(model, dtype), held, wanted, dtype)
+    source = Recoded(lambda name: tensors[name].to(policy_dtype(name, dtype)), held, wanted, dtype)
+    return write_checkpoint(Path(directory), model.config, wanted, shapes, source, shard_bytes)
+
+
+def write_checkpoint(directory: Path, config: K3Config, experts: Quantisation, shapes: dict[str, Shape], source: Recoded, shard_bytes: int) -> list[Path]:
+    """config.json and the tensors `shapes` from `source`. Returns the files of tensors."""
+    directory.mkdir(parents=True, exist_ok=True)
+    return write_shards(directory, shapes, source.read, shard_bytes, describe=lambda: config.save(directory, experts))

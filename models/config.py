@@ -7,12 +7,14 @@ is a known field whose value asks for another model than this one computes.
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from driftline.messages.errors import ConfigError
+from driftline.models.quantisation import Quantisation
 
 __all__ = ["K3Config", "LinearAttention", "tiny"]
 
@@ -104,17 +106,26 @@ class K3Config(BaseModel):
     @classmethod
     def load(cls, directory: str | Path) -> K3Config:
         """Read `config.json` of a checkpoint directory. Raises ConfigError naming the file and field."""
+        return cls.load_with_form(directory)[0]
+
+    @classmethod
+    def load_with_form(cls, directory: str | Path) -> tuple[K3Config, Quantisation]:
+        """`load`, and the form in which the file says the routed experts are stored."""
         path = Path(directory) / "config.json"
         try:
             raw: Any = json.loads(path.read_text())
         except FileNotFoundError:
             raise ConfigError("no config.json here", field="policy.init", value=str(directory),
                               remedy="give a checkpoint directory with config.json and *.safetensors, or \"base\"") from None
-        except json.JSONDecodeError as error:
+        except ValueError as error:
             raise ConfigError(f"not JSON: {error}", field=str(path), remedy="restore the file from its source") from error
-        if not isinstance(raw, dict):
-            raise ConfigError("not an object of fields", field=str(path), value=raw, remedy="restore the file from its source")
-        body = raw.get("text_config", raw)
+        body = raw.get("text_config", raw) if isinstance(raw, dict) else raw
+        if not isinstance(body, dict):
+            raise ConfigError("not an object of fields", field=str(path), value=body, remedy="restore the file from its source")
+        return cls._read(body, path), Quantisation.of(raw, str(path))
+
+    @classmethod
+    def _read(cls, body: dict[str, Any], path: Path) -> K3Config:
         for name, only in _BUILT_FOR.items():
             if body.get(name, only) != only:
                 raise ConfigError(f"this decoder computes {name} = {only!r} only", field=f"{path}: {name}", value=body[name],
@@ -126,9 +137,16 @@ class K3Config(BaseModel):
             name = ".".join(str(p) for p in first["loc"]) or "config"
             raise ConfigError(first["msg"], field=f"{path}: {name}", value=first.get("input"), remedy="use K3's field names") from error
 
-    def save(self, directory: str | Path) -> None:
-        body = {"architectures": ["KimiLinearForCausalLM"], **self.model_dump(mode="json")}
-        (Path(directory) / "config.json").write_text(json.dumps(body, indent=2) + "\n")
+    def save(self, directory: str | Path, quantisation: Quantisation = Quantisation.NONE) -> None:
+        """Write `config.json`, whole or not at all, of a checkpoint whose routed experts are stored as `quantisation` says."""
+        built_for = {**_BUILT_FOR, "num_key_value_heads": self.num_attention_heads, "num_nextn_predict_layers": 0}
+        body = {"architectures": ["KimiLinearForCausalLM"], **self.model_dump(mode="json"), **built_for}
+        scheme = quantisation.document()
+        if scheme is not None:
+            body["quantization_config"] = scheme
+        partial = Path(directory) / ".config.json.partial"
+        partial.write_text(json.dumps(body, indent=2) + "\n")
+        os.replace(partial, Path(directory) / "config.json")
 
 
 def tiny(**changes: Any) -> K3Config:

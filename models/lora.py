@@ -15,7 +15,7 @@ from torch import nn
 from driftline.kernels.linear import linear
 from driftline.messages.errors import ConfigError
 from driftline.models.linear import Linear
-from driftline.models.mlp import Experts
+from driftline.models.mlp import Experts, PackedExperts
 
 __all__ = ["LoraExpert", "LoraLinear", "add_lora", "merge_lora"]
 
@@ -73,6 +73,7 @@ class LoraExperts(nn.Module):
 def add_lora(model: nn.Module, rank: int, alpha: float | None = None, targets: str = r".*(proj|experts)$") -> list[str]:
     """Freeze the model and add adapters to every linear and expert stack whose module name matches `targets`.
 
+    Experts that are held packed stay as they are: a low-rank update beside MXFP4 has no kernel, and unpacking them unasked would take four times their memory.
     Returns the adapted module names. Raises ConfigError when rank is not positive or nothing matches.
     """
     if rank < 1:
@@ -83,7 +84,7 @@ def add_lora(model: nn.Module, rank: int, alpha: float | None = None, targets: s
         raise ConfigError(f"not a regular expression: {error}", field="learner.lora_targets", value=targets,
                           remedy="use a regular expression over module names, e.g. .*(q_proj|v_proj)$") from error
     scale = float(alpha if alpha is not None else rank)
-    before, adapted = list(model.parameters()), []
+    before, adapted, packed = list(model.parameters()), [], False
     for name, module in list(model.named_modules()):
         for child_name, child in list(module.named_children()):
             full = f"{name}.{child_name}" if name else child_name
@@ -95,8 +96,12 @@ def add_lora(model: nn.Module, rank: int, alpha: float | None = None, targets: s
             elif isinstance(child, Experts):
                 setattr(module, child_name, LoraExperts(child, rank, scale))
             else:
+                packed = packed or isinstance(child, PackedExperts)
                 continue
             adapted.append(full)
+    if not adapted and packed:
+        raise ConfigError("matches only routed experts packed to MXFP4, which take no adapter", field="learner.lora_targets", value=targets,
+                          remedy="target other linears too, or start from a checkpoint with unpacked experts")
     if not adapted:
         raise ConfigError("matches no linear or expert module", field="learner.lora_targets", value=targets,
                           remedy="use a regular expression over module names, e.g. .*(q_proj|v_proj)$")

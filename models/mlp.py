@@ -6,12 +6,14 @@ import torch
 from torch import nn
 
 from driftline.kernels.moe import expert_mlp, route
+from driftline.kernels.mxfp4.weights import GROUP, Mxfp4Weight
 from driftline.kernels.situ_glu import situ_glu
+from driftline.messages.errors import ConfigError
 from driftline.models.attention import RMSNorm
 from driftline.models.config import K3Config
 from driftline.models.linear import Linear
 
-__all__ = ["DenseMlp", "LatentMoe"]
+__all__ = ["DenseMlp", "Experts", "LatentMoe", "PackedExperts"]
 
 
 class DenseMlp(nn.Module):
@@ -47,6 +49,39 @@ class Experts(nn.Module):
         self.w2 = nn.Parameter(torch.empty(experts, latent, inner))
 
 
+class PackedExperts(nn.Module):
+    """`Experts` in MXFP4, as released: w1, w3 [E, I, Z] and w2 [E, Z, I] are Mxfp4Weight. Frozen buffers, which no optimizer sees and no cast changes.
+
+    Uninitialised, for a checkpoint to fill. Raises ConfigError where a row is no whole number of groups.
+    """
+
+    def __init__(self, config: K3Config, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        experts, inner, latent = config.num_experts, config.moe_intermediate_size, config.routed_expert_hidden_size
+        for field, size in (("moe_intermediate_size", inner), ("routed_expert_hidden_size", latent)):
+            if size % GROUP:
+                raise ConfigError(f"routed experts in MXFP4 share a scale over {GROUP} columns, which must divide this size", field=field, value=size,
+                                  remedy="keep the experts unpacked, or choose a multiple")
+        for which, out, size_in in (("w1", inner, latent), ("w3", inner, latent), ("w2", latent, inner)):
+            self.register_buffer(f"{which}_packed", torch.empty(experts, out, size_in // 2, dtype=torch.uint8, device=device))
+            self.register_buffer(f"{which}_scale", torch.empty(experts, out, size_in // GROUP, dtype=torch.uint8, device=device))
+
+    @property
+    def w1(self) -> Mxfp4Weight:
+        return self._weight("w1")
+
+    @property
+    def w3(self) -> Mxfp4Weight:
+        return self._weight("w3")
+
+    @property
+    def w2(self) -> Mxfp4Weight:
+        return self._weight("w2")
+
+    def _weight(self, which: str) -> Mxfp4Weight:
+        return Mxfp4Weight(self.get_buffer(f"{which}_packed"), self.get_buffer(f"{which}_scale"))
+
+
 class LatentMoe(nn.Module):
     """Route on the full row, run the experts in the latent space, normalise their sum, project back, add the shared experts."""
 
@@ -56,7 +91,7 @@ class LatentMoe(nn.Module):
         self.top_k, self.scaling = config.num_experts_per_token, config.routed_scaling_factor
         self.betas = (config.activation_situ_beta, config.activation_situ_linear_beta)
         self.gate = Gate(config)
-        self.experts = Experts(config)
+        self.experts: Experts | PackedExperts = Experts(config)
         self.routed_expert_down_proj = Linear(hidden, latent)
         self.routed_expert_norm = RMSNorm(latent, config.rms_norm_eps) if config.latent_moe_use_norm else nn.Identity()
         self.routed_expert_up_proj = Linear(latent, hidden)
