@@ -60,19 +60,17 @@ def load_checkpoint(
     targets = {public: view for name, tensor in policy_tensors(model) for public, view in public_tensors(name, tensor)}
     with torch.no_grad():
         for name in sorted(targets, key=lambda name: (stored.file_of(source.source(name)), source.source(name))):
-            value = source.read(name)
-            if name.endswith(".weight_scale"):
-                _in_reach(stored.at(source.source(name)), value)
-            targets[name].copy_(value)
+            _fill(targets[name], source.read(name), name, stored.at(source.source(name)))
     stored.shards.close()
     return model
 
 
-def _in_reach(at: str, scale: torch.Tensor) -> None:
-    """The kernels read a larger scale as NaN, the reference does not: refused, so that packed experts are one thing on every device."""
-    if bool((scale > LARGEST_SCALE).any()):
-        raise IntegrityError(f"a scale above {LARGEST_SCALE} is of weights above 12, which packed experts cannot hold here", field=at, value=int(scale.max()),
+def _fill(target: torch.Tensor, value: torch.Tensor, name: str, at: str) -> None:
+    """The kernels read a scale above LARGEST_SCALE as NaN, the reference does not: refused, so that packed experts are one thing on every device."""
+    if name.endswith(".weight_scale") and bool((value > LARGEST_SCALE).any()):
+        raise IntegrityError(f"a scale above {LARGEST_SCALE} is of weights above 12, which packed experts cannot hold here", field=at, value=int(value.max()),
                              remedy="load with the experts unpacked")
+    target.copy_(value)
 
 
 def _allocate(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:

@@ -13,7 +13,7 @@ import re
 import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
@@ -108,8 +108,11 @@ def _write(path: Path, shapes: Mapping[str, Shape], read: Callable[[str], torch.
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for name in order:
-            tensor = read(name).detach()
-            if (tensor.dtype, tuple(tensor.shape)) != tuple(shapes[name]):
-                raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}; it was announced as {shapes[name].dtype} {shapes[name].shape}")
-            if tensor.numel():
-                file.write(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+            _append(file, read(name).detach(), name, shapes[name])
+
+
+def _append(file: BinaryIO, tensor: torch.Tensor, name: str, shape: Shape) -> None:
+    if (tensor.dtype, tuple(tensor.shape)) != tuple(shape):
+        raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}; it was announced as {shape.dtype} {shape.shape}")
+    if tensor.numel():
+        file.write(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)

@@ -67,7 +67,8 @@ class Shards:
             raise ConfigError("no *.safetensors file here", field=_FIELD, value=str(directory),
                               remedy="a checkpoint is config.json plus one or more safetensors files")
         _all_numbers(directory, names)
-        shards, files = cls(directory, {}), {}
+        shards = cls(directory, {})
+        files: dict[str, str] = {}
         for file in names:
             for name in shards._handle(file).keys():  # noqa: SIM118, a handle of safetensors is no mapping
                 if name in files:
