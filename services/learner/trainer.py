@@ -25,6 +25,7 @@ from driftline.models.state import (
     exported,
     load_state,
     policy_dtype,
+    policy_tensors,
     public_tensors,
     round_to_policy_,
 )
@@ -86,7 +87,7 @@ class Trainer:
 
     def layouts(self) -> dict[str, Layout]:
         """Of the tensors `step` emits, which are those of `state`."""
-        return dict(entry for name, parameter in self.model.named_parameters() for entry in self._layouts_of(name, parameter))
+        return dict(entry for name, held in policy_tensors(self.model) for entry in self._layouts_of(name, held))
 
     def _layouts_of(self, name: str, parameter: torch.Tensor) -> Iterator[tuple[str, Layout]]:
         for public, tensor in public_tensors(name, parameter):
@@ -197,7 +198,7 @@ class Trainer:
         """What is on its way from the device, and what is not trained."""
         while self._started:
             self._emit_changes(emit, self._started.pop(0))
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in policy_tensors(self.model):
             if parameter.requires_grad:
                 continue
             if self.by_changes:

@@ -27,7 +27,7 @@ from torch import nn
 
 from driftline.kernels.policy_delta import Put, fingerprint
 from driftline.messages.errors import IntegrityError
-from driftline.models.state import public_tensors
+from driftline.models.state import policy_tensors, public_tensors
 from driftline.policy_store.tensor import DTYPES, SHARD_BYTES, Bytes1D, HostTensor, Shard, State
 from driftline.services.tensors import TORCH_DTYPES
 
@@ -104,8 +104,8 @@ class _Dirty:
 
 
 def parameters_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """A model's parameters under their public names, as views."""
-    return {public: view for name, parameter in model.named_parameters() for public, view in public_tensors(name, parameter)}
+    """A model's parameters and packed experts under their public names, as views."""
+    return {public: view for name, held in policy_tensors(model) for public, view in public_tensors(name, held)}
 
 
 class EngineWeights:
