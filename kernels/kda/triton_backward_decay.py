@@ -46,13 +46,13 @@ __all__ = [
     "dot",
     "gates",
     "length",
+    "matrix",
     "narrow",
     "place",
     "rows",
     "sigmoid",
     "split",
     "summed",
-    "summed_shares",
     "sums",
 ]
 
@@ -204,16 +204,12 @@ def split(x):
 
 
 @triton.jit
-def summed(matrices, which: tl.constexpr, gate, CHUNK: tl.constexpr):
-    """The sums over tokens that matrix `which` says, of a gate [64, WIDE] in fp16: fp32."""
-    at = tl.arange(0, CHUNK)[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
-    return dot(tl.load(matrices + (which * CHUNK * CHUNK + at)), gate)
+def matrix(matrices, which: tl.constexpr, CHUNK: tl.constexpr):
+    """One of `sums`."""
+    return tl.load(matrices + (which * CHUNK * CHUNK + tl.arange(0, CHUNK)[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]))
 
 
 @triton.jit
-def summed_shares(matrices, which: tl.constexpr, share, CHUNK: tl.constexpr):
-    """The same of any fp32 [64, WIDE], to 2^-16: in two bfloat16."""
-    at = tl.arange(0, CHUNK)[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
-    matrix = tl.load(matrices + (which * CHUNK * CHUNK + at))
-    high, low = split(share)
-    return add_dot(matrix, high, dot(matrix, low))
+def summed(matrices, which: tl.constexpr, gate, CHUNK: tl.constexpr):
+    """The sums over tokens that matrix `which` says, of a gate [64, WIDE] in fp16: fp32."""
+    return dot(matrix(matrices, which, CHUNK), gate)

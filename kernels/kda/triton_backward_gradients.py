@@ -7,7 +7,7 @@ With q' = scale q e^G, k' = k e^G, k- = k e^-G, k^ = k e^(G_64 - G), and everyth
     dG = q' dq' + k' dk' - k- dk- - k^ dk^, its last row more by e^(G_64) <dS, S> + sum k^ dk^;   dg: its sums from the row on
 
 then through the gate (dz, and the sums for dt_bias and A_log) and the norms. Nothing goes through the triangular inverse: V' = T X makes its gradient
--dX V'^T, which is in E. The gradients of the unit queries and keys wait, in fp32, where the states were.
+-dX V'^T, which is in E. The gradients of the unit queries and keys wait where qbar and ktail were.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ from driftline.kernels.kda.triton_backward_decay import (
     dot,
     gates,
     length,
+    matrix,
     narrow,
     place,
     rows,
     sigmoid,
+    split,
     summed,
-    summed_shares,
     widen,
 )
 
@@ -45,7 +46,7 @@ __all__ = ["fold", "gradients"]
 
 
 @triton.jit(do_not_specialize=["steps", "chunks_each", "head0", "group", "zero"])
-def gradients(q, k, z, a_log, dt_bias, do, matrices, shares, owner, first, bounds, v_in, w_io, qbar_io, decay_in, states_io, dstates_io, dq_out,
+def gradients(q, k, z, a_log, dt_bias, do, matrices, shares, owner, first, bounds, v_in, triangles, queries_io, keys_io, decay_in, states_in, dstates_in, dq_out,
               dk_out, dv, dz_out, dbias_out, da_out, steps, chunks_each, heads, head0, group, zero, lower_bound, VARLEN: tl.constexpr,
               CHUNK: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr):
     """One chunk of one head a program. dq.. dz as the inputs lie; dbias fp32 [chunks, group, 128] and da fp32 [chunks, group]: this chunk's share."""
@@ -65,10 +66,11 @@ def gradients(q, k, z, a_log, dt_bias, do, matrices, shares, owner, first, bound
     square = i * CHUNK + j
     wide = i * WIDTH + lanes[None, :]
     v_in += tile * CHUNK * WIDTH
-    w_io += tile * CHUNK * WIDTH
-    qbar_io += tile * CHUNK * WIDTH
-    states_io += tile * WIDTH * WIDTH
-    dstates_io += tile * WIDTH * WIDTH
+    triangles += tile * CHUNK * WIDTH
+    queries_io += tile * CHUNK * WIDTH
+    keys_io += tile * CHUNK * WIDTH
+    states_in += tile * WIDTH * WIDTH
+    dstates_in += tile * WIDTH * WIDTH
     out = i * (heads * WIDTH)
     dq_out += (begin * heads + head) * WIDTH
     dk_out += (begin * heads + head) * WIDTH
@@ -81,82 +83,81 @@ def gradients(q, k, z, a_log, dt_bias, do, matrices, shares, owner, first, bound
     same = bi == bj
     left = (bi == bj + 1) & (bj % 2 == 0)
     corner = (bi >= 2) & (bj < 2)
-    above_left = (bj == bi + 1) & (bi % 2 == 0)
-    above_corner = (bj >= 2) & (bi < 2)
     speed = tl.exp(tl.load(a_log + head).to(tl.float32))
     k_scale = length(k, begin, valid, head, heads, CHUNK, WIDTH)
     q_scale = length(q, begin, valid, head, heads, CHUNK, WIDTH)
-    dq32 = states_io.to(tl.pointer_type(tl.float32)) + (i * WIDE + tl.arange(0, WIDE)[None, :])
-    dk32 = dstates_io.to(tl.pointer_type(tl.float32)) + (i * WIDE + tl.arange(0, WIDE)[None, :])
     q_along = tl.zeros([CHUNK], tl.float32)
     k_along = tl.zeros([CHUNK], tl.float32)
     da = tl.zeros([CHUNK], tl.float32)
     for channel in range(0, WIDTH, WIDE):
         lane = channel + tl.arange(0, WIDE)
         still = channel * zero
-        region = lane[:, None] * WIDTH + lanes[None, :]
-        state = tl.load(states_io + region)
-        dstate = tl.load(dstates_io + region)
-        last = tl.load(decay_in + tile * WIDTH + lane) * tl.sum(state.to(tl.float32) * dstate.to(tl.float32), axis=1)
+        region = lanes[:, None] * WIDTH + lane[None, :]
+        state = tl.load(states_in + region)
+        last = tl.load(decay_in + tile * WIDTH + lane) * tl.sum(state.to(tl.float32) * tl.load(dstates_in + region).to(tl.float32), axis=0)
         opened = sigmoid(gates(z, dt_bias, speed, begin, valid, head, heads, channel, WIDE, CHUNK, WIDTH))
         gate = tl.where(there, lower_bound * LOG2E * opened, 0.0).to(tl.float16)
         keys = rows(k, begin, valid, head, heads, channel, WIDE, CHUNK, WIDTH).to(tl.float32) * (k_scale * DOWN)[:, None]
         queries = rows(q, begin, valid, head, heads, channel, WIDE, CHUNK, WIDTH).to(tl.float32) * (q_scale * (WIDTH ** -0.5 * DOWN))[:, None]
 
         start = tl.exp2(summed(matrices + still, START, gate, CHUNK)) * DOWN
-        dq = dot(rows(do, begin, valid, head, heads, still, WIDTH, CHUNK, WIDTH), tl.trans(state)) * start
-        dk = dot(rows(dv, begin, valid, head, heads, still, WIDTH, CHUNK, WIDTH), tl.trans(state)) * -start
+        dq = dot(rows(do, begin, valid, head, heads, still, WIDTH, CHUNK, WIDTH), state) * start
+        dk = dot(rows(dv, begin, valid, head, heads, still, WIDTH, CHUNK, WIDTH), state) * -start
         local = summed(matrices + still, RISE, gate, CHUNK)
         factor = tl.exp2(-local)
         keys_row = narrow(keys * factor)
-        dq = add_dot(tl.load(w_io + still + square, mask=same, other=0.0), keys_row, dq)
-        dk = add_dot(tl.load(w_io + still + (SECOND + square), mask=same, other=0.0), keys_row, dk)
+        d = tl.load(triangles + still + square, mask=same, other=0.0)
+        e = tl.load(triangles + still + (SECOND + square), mask=same, other=0.0)
+        dq = add_dot(d, keys_row, dq)
+        dk = add_dot(e, keys_row, dk)
         rise = tl.exp2(local) * (UP * UP)
         q_row = narrow(queries * rise)
         k_row = narrow(keys * rise)
-        more = dot(tl.load(qbar_io + still + square, mask=same, other=0.0), q_row)
-        more = add_dot(tl.load(qbar_io + still + (SECOND + square), mask=same, other=0.0), k_row, more)
+        more = add_dot(tl.trans(e), k_row, dot(tl.trans(d), q_row))
         product = -widen(keys_row) * more
         dkey = factor * more
 
         factor = tl.exp2(summed(matrices + still, TAIL, gate, CHUNK))
         keys_row = narrow(keys * factor)
-        dq = add_dot(tl.load(w_io + still + square, mask=left, other=0.0), keys_row, dq)
+        d = tl.load(triangles + still + square, mask=left, other=0.0)
+        e = tl.load(triangles + still + (SECOND + square), mask=left, other=0.0)
+        dq = add_dot(d, keys_row, dq)
         product += widen(q_row) * dq
         q_along += tl.sum(widen(q_row) * dq, axis=1)
         dq = dq * rise
-        dk = add_dot(tl.load(w_io + still + (SECOND + square), mask=left, other=0.0), keys_row, dk)
+        dk = add_dot(e, keys_row, dk)
         product += widen(k_row) * dk
         dkey += dk * rise
-        more = dot(tl.load(qbar_io + still + square, mask=above_left, other=0.0), q_row)
-        more = add_dot(tl.load(qbar_io + still + (SECOND + square), mask=above_left, other=0.0), k_row, more)
+        more = add_dot(tl.trans(e), k_row, dot(tl.trans(d), q_row))
         product -= widen(keys_row) * more
-        ending = dot(tl.load(v_in + still + wide), tl.trans(tl.load(dstates_io + still + region))) * (tl.exp2(summed(matrices + still, AFTER, gate, CHUNK)) * UP)
+        ending = dot(tl.load(v_in + still + wide), tl.load(dstates_in + still + region)) * (tl.exp2(summed(matrices + still, AFTER, gate, CHUNK)) * UP)
         dkey += factor * (more + ending)
-        dgate = summed_shares(shares + still, UNTIL, widen(keys_row) * ending, CHUNK) + last[None, :]
+        until_high, until_low = split(widen(keys_row) * ending)
 
         factor = factor * tl.exp2(summed(matrices + still, UPPER, gate, CHUNK))
         keys_row = narrow(keys * factor)
         rise = rise * tl.exp2(summed(matrices + still, LOWER, gate, CHUNK))
-        more = dot(tl.load(w_io + still + square, mask=corner, other=0.0), keys_row)
+        d = tl.load(triangles + still + square, mask=corner, other=0.0)
+        e = tl.load(triangles + still + (SECOND + square), mask=corner, other=0.0)
+        more = dot(d, keys_row)
         q_row = narrow(queries * rise)
         product += widen(q_row) * more
         q_along += tl.sum(widen(q_row) * more, axis=1)
         dq += rise * more
-        tl.debug_barrier()
-        tl.store(dq32 + channel * CHUNK, dq)
-        more = dot(tl.load(w_io + still + (SECOND + square), mask=corner, other=0.0), keys_row)
+        tl.store(queries_io + (i * WIDTH + lane[None, :]), narrow(dq * (WIDTH ** -0.5 * DOWN)))
+        more = dot(e, keys_row)
         k_row = narrow(keys * rise)
         product += widen(k_row) * more
         dkey += rise * more
-        more = dot(tl.load(qbar_io + still + square, mask=above_corner, other=0.0), q_row)
-        more = add_dot(tl.load(qbar_io + still + (SECOND + square), mask=above_corner, other=0.0), k_row, more)
+        more = add_dot(tl.trans(e), k_row, dot(tl.trans(d), q_row))
         product -= widen(keys_row) * more
         dkey += factor * more
-        tl.store(dk32 + channel * CHUNK, dkey)
+        tl.store(keys_io + (i * WIDTH + lane[None, :]), narrow(dkey * DOWN))
         k_along += tl.sum(keys * dkey, axis=1)
 
-        dgate += summed_shares(shares + still, SINCE, product, CHUNK)
+        since_high, since_low = split(product)
+        since, until = matrix(shares + still, SINCE, CHUNK), matrix(shares + still, UNTIL, CHUNK)
+        dgate = add_dot(since, since_high, add_dot(since, since_low, add_dot(until, until_high, dot(until, until_low)))) + last[None, :]
         raw = gates(z, dt_bias, speed, begin, valid, head, heads, channel, WIDE, CHUNK, WIDTH)
         opened = sigmoid(raw)
         draw = tl.where(there, dgate * lower_bound * opened * (1.0 - opened), 0.0)
@@ -168,8 +169,8 @@ def gradients(q, k, z, a_log, dt_bias, do, matrices, shares, owner, first, bound
 
     for channel in range(0, WIDTH, WIDE):
         lane = channel + tl.arange(0, WIDE)
-        dq = tl.load(dq32 + channel * CHUNK) * (WIDTH ** -0.5 * DOWN)
-        dk = tl.load(dk32 + channel * CHUNK) * DOWN
+        dq = tl.load(queries_io + (i * WIDTH + lane[None, :])).to(tl.float32)
+        dk = tl.load(keys_io + (i * WIDTH + lane[None, :])).to(tl.float32)
         queries = rows(q, begin, valid, head, heads, channel, WIDE, CHUNK, WIDTH).to(tl.float32) * q_scale[:, None]
         keys = rows(k, begin, valid, head, heads, channel, WIDE, CHUNK, WIDTH).to(tl.float32) * k_scale[:, None]
         tl.store(dq_out + (out + lane[None, :]), as_stored(q_scale[:, None] * (dq - queries * q_along[:, None]), dq_out), mask=there)

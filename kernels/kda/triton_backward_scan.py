@@ -20,7 +20,7 @@ __all__ = ["scan"]
 def scan(w_in, u_io, qbar_in, ktail_in, decay_in, do, initial, dfinal, states_out, dstates_out, dinitial_out, first, bounds, steps, chunks_each, heads,
          head0, group, VARLEN: tl.constexpr, INITIAL: tl.constexpr, DFINAL: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, BV: tl.constexpr,
          STAGES: tl.constexpr):
-    """Grid (2 x 128 / BV, group, sequences). u becomes V'. states, dstates bf16 [chunks, group, 128, 128]: at the start and at the end of the chunk.
+    """Grid (2 x 128 / BV, group, sequences). u becomes V'. states, dstates bf16 [chunks, group, 128, 128], transposed: at the start and at the end of the chunk.
     initial, dfinal, dinitial fp32 [sequences, heads, 128, 128]."""
     PARTS: tl.constexpr = WIDTH // BV
     part = tl.program_id(0) % PARTS
@@ -40,8 +40,8 @@ def scan(w_in, u_io, qbar_in, ktail_in, decay_in, do, initial, dfinal, states_ou
     value = part * BV + tl.arange(0, BV)
     wide = row * WIDTH + key[None, :]
     slice_ = row * WIDTH + value[None, :]
-    square = key[:, None] * WIDTH + value[None, :]
-    whole = (sequence.to(tl.int64) * heads + head0 + slot) * WIDTH * WIDTH + square
+    turned = value[:, None] * WIDTH + key[None, :]
+    whole = (sequence.to(tl.int64) * heads + head0 + slot) * WIDTH * WIDTH + (key[:, None] * WIDTH + value[None, :])
     if tl.program_id(0) < PARTS:
         if INITIAL:
             state = tl.load(initial + whole).to(tl.float32)
@@ -50,7 +50,7 @@ def scan(w_in, u_io, qbar_in, ktail_in, decay_in, do, initial, dfinal, states_ou
         for n in tl.range(0, count, num_stages=STAGES):
             tile = (chunk0 + n).to(tl.int64) * group + slot
             narrowed = narrow(state)
-            tl.store(states_out + tile * WIDTH * WIDTH + square, narrowed)
+            tl.store(states_out + tile * WIDTH * WIDTH + turned, tl.trans(narrowed))
             at = tile * CHUNK * WIDTH
             inner = tl.load(u_io + at + slice_).to(tl.float32) - dot(tl.load(w_in + at + wide), narrowed)
             inner = narrow(inner)
@@ -66,7 +66,7 @@ def scan(w_in, u_io, qbar_in, ktail_in, decay_in, do, initial, dfinal, states_ou
             chunk = count - 1 - n
             tile = (chunk0 + chunk).to(tl.int64) * group + slot
             narrowed = narrow(grad)
-            tl.store(dstates_out + tile * WIDTH * WIDTH + square, narrowed)
+            tl.store(dstates_out + tile * WIDTH * WIDTH + turned, tl.trans(narrowed))
             at = tile * CHUNK * WIDTH
             token = begin + chunk * CHUNK + row
             output = tl.load(do + (token * heads + head0 + slot) * WIDTH + value[None, :], mask=row < length - chunk * CHUNK, other=0.0)

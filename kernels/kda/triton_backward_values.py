@@ -6,8 +6,7 @@ With V' what the chunk writes to the state, S and dS the state's gradient at its
     dX = T^T (Aqk^T do + k^ dS)      dv = beta dX      dbeta_logit = (1 - beta) <dX, V'>
     D = tril(do V'^T)                E = -tril(dv V'^T, -1)
 
-<dX, r> of the recurrence's residual r is <dX, V'> / beta, so dbeta needs no division. D and E are left where w was, their transposes where qbar was:
-those tiles are dead by then, and a transposed product is a second product.
+<dX, r> of the recurrence's residual r is <dX, V'> / beta, so dbeta needs no division. D and E are left where w was, which is dead by then.
 
 A launch apart from `gradients`: in one kernel, both parts' matrix descriptors are more than the 63 uniform registers, and the assembler of CUDA 12.9
 then reads some that nothing has written.
@@ -18,15 +17,23 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from driftline.kernels.kda.triton_backward_decay import add_dot, as_stored, dot, narrow, place, rows, sigmoid
+from driftline.kernels.kda.triton_backward_decay import (
+    add_dot,
+    as_stored,
+    dot,
+    narrow,
+    place,
+    rows,
+    sigmoid,
+)
 
 __all__ = ["values"]
 
 
 @triton.jit(do_not_specialize=["steps", "chunks_each", "head0", "group"])
-def values(beta, do, owner, first, bounds, v_in, w_out, qbar_out, ktail_in, t_in, p_in, dstates_in, dv_out, dbeta_out, steps, chunks_each, heads, head0,
+def values(beta, do, owner, first, bounds, v_in, triangles, ktail_in, t_in, p_in, dstates_in, dv_out, dbeta_out, steps, chunks_each, heads, head0,
            group, VARLEN: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, BV: tl.constexpr):
-    """One chunk of one head a program. dv, dbeta as the inputs lie; w_out, qbar_out bf16 [chunks, group, 2, 64, 64] of 128: D, E; D^T, E^T."""
+    """One chunk of one head a program. dv, dbeta as the inputs lie; triangles bf16 [chunks, group, 2, 64, 64]: D and E."""
     chunk = tl.program_id(0)
     slot = tl.program_id(1)
     head = head0 + slot
@@ -41,8 +48,7 @@ def values(beta, do, owner, first, bounds, v_in, w_out, qbar_out, ktail_in, t_in
     square = i * CHUNK + j
     wide = i * WIDTH + lanes[None, :]
     v_in += tile * CHUNK * WIDTH
-    w_out += tile * CHUNK * WIDTH
-    qbar_out += tile * CHUNK * WIDTH
+    triangles += tile * CHUNK * WIDTH
     ktail_in += tile * CHUNK * WIDTH
     t_in += tile * CHUNK * CHUNK
     p_in += tile * CHUNK * CHUNK
@@ -57,7 +63,7 @@ def values(beta, do, owner, first, bounds, v_in, w_out, qbar_out, ktail_in, t_in
     for part in range(0, WIDTH, BV):
         value = part + tl.arange(0, BV)
         dinner = dot(tl.trans(tl.load(p_in + square)), rows(do, begin, valid, head, heads, part, BV, CHUNK, WIDTH))
-        dinner = add_dot(tl.load(ktail_in + wide), tl.load(dstates_in + (lanes[:, None] * WIDTH + value[None, :])), dinner)
+        dinner = add_dot(tl.load(ktail_in + wide), tl.trans(tl.load(dstates_in + (value[:, None] * WIDTH + lanes[None, :]))), dinner)
         dx = dot(tl.trans(tl.load(t_in + square)), narrow(dinner))
         share += tl.sum(dx * tl.load(v_in + (i * WIDTH + value[None, :])).to(tl.float32), axis=1)
         tl.store(dv_at + (out + value[None, :]), as_stored(dx * strength[:, None], dv_out), mask=there)
@@ -68,7 +74,5 @@ def values(beta, do, owner, first, bounds, v_in, w_out, qbar_out, ktail_in, t_in
     output = rows(do, begin, valid, head, heads, 0, WIDTH, CHUNK, WIDTH)
     dvalue = rows(dv_out, begin, valid, head, heads, 0, WIDTH, CHUNK, WIDTH)
     SECOND: tl.constexpr = CHUNK * CHUNK
-    tl.store(w_out + square, narrow(tl.where(i >= j, dot(output, tl.trans(inner)), 0.0)))
-    tl.store(w_out + (SECOND + square), narrow(tl.where(i > j, -dot(dvalue, tl.trans(inner)), 0.0)))
-    tl.store(qbar_out + square, narrow(tl.where(i <= j, dot(inner, tl.trans(output)), 0.0)))
-    tl.store(qbar_out + (SECOND + square), narrow(tl.where(i < j, -dot(inner, tl.trans(dvalue)), 0.0)))
+    tl.store(triangles + square, narrow(tl.where(i >= j, dot(output, tl.trans(inner)), 0.0)))
+    tl.store(triangles + (SECOND + square), narrow(tl.where(i > j, -dot(dvalue, tl.trans(inner)), 0.0)))
