@@ -11,6 +11,8 @@ from __future__ import annotations
 import importlib
 import re
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,7 +38,7 @@ _FLOAT_UNITS: dict[str, Callable[[Array], Array]] = {"ex2": np.exp2, "rsqrt": la
 _DECODED: dict[str, Callable[[Array], Array]] = {
     "bf16": lambda x: (x.astype(U32) << 16).view(np.float32), "f16": lambda x: x.view(np.float16).astype(np.float32),
     "tf32": lambda x: (x & U32(0xFFFFE000)).view(np.float32)}
-_IGNORED = ("wgmma.fence", "wgmma.commit", "wgmma.wait", "membar", "griddepcontrol")
+_IGNORED = ("wgmma.fence", "wgmma.commit", "wgmma.wait", "membar", "griddepcontrol", "prefetch")
 _NOBODY, _SEVERAL = -1, -2
 
 
@@ -219,6 +221,10 @@ class Machine:
         if name == "div":
             x, y = (self._typed(operand, kind) for operand in a)
             return np.trunc(x.astype(np.float64) / y).astype(x.dtype).view(unsigned)
+        if name == "prmt":
+            both = self._value(a[0]).astype(U64) | (self._value(a[1]).astype(U64) << U64(32))
+            chosen = [(both >> (((self._value(a[2]) >> U32(4 * i)) & U32(7)).astype(U64) * U64(8)) & U64(0xFF)) << U64(8 * i) for i in range(4)]
+            return (chosen[0] | chosen[1] | chosen[2] | chosen[3]).astype(U32)
         if "wide" in parts:
             product: Array = (self._typed(a[0], kind).astype(np.int64) * self._typed(a[1], kind).astype(np.int64)).view(U64)
             if name == "mad":
@@ -436,18 +442,18 @@ def _tile(descriptor: int, columns: int, depth: int, width: int, across: bool) -
     return swizzled
 
 
-def launches_of(op: Callable[[], object]) -> list[Launched]:
-    """What the op launches, compiled for Hopper and not run, in order."""
+def launches_of(op: Callable[[], object], kernels: list[CompiledKernel] | None = None) -> list[Launched]:
+    """What the op launches, compiled for Hopper and not run, in order. `kernels`: of a `compiling_for` that is open, in which nothing is compiled twice."""
     jit: Any = importlib.import_module("triton.runtime.jit").JITFunction
     found: list[Launched] = []
-    with compiling_for(90) as kernels:
+    with compiling_for(90) if kernels is None else nullcontext(kernels) as compiled:
         compile_only = jit.run
 
         def run(self: Any, *args: Any, grid: Any, warmup: Any, **kwargs: Any) -> Any:
             done = compile_only(self, *args, grid=grid, warmup=warmup, **kwargs)
-            match = [k for k in kernels if k.cubin == done.asm["cubin"]]
+            match = [k for k in compiled if k.cubin == done.asm["cubin"]]
             folded = [not isinstance(x, torch.Tensor) and x == 1 and not p.do_not_specialize for x, p in zip(args, self.params, strict=False)]
-            found.append(Launched(match[-1], tuple(x for x, gone in zip(args, folded, strict=True) if not gone)))
+            found.append(Launched(replace(match[-1], grid=tuple(grid)), tuple(x for x, gone in zip(args, folded, strict=True) if not gone)))
             return done
 
         jit.run = run
