@@ -1,6 +1,7 @@
 """The expert MLP on a GPU, a microbatch of tokens at a time: its workspace is that of one microbatch, whatever the number of tokens.
 
-    prepare: z rounded and in the weights' order;  plan: pairs sorted by expert;  up: h = SiTU-GLU(W1 z, W3 z), rounded;  down: y = W2 h;  combine
+    plan: pairs sorted by expert;  prepare (for wide tiles gather): z rounded and in the order of the weights (and of the pairs);
+    up: h = SiTU-GLU(W1 z, W3 z), rounded;  down: y = W2 h;  combine
 
 Nothing here waits for the device or looks at a value: what runs is decided by shapes, dtypes and the form of the weights. A token's result depends on that
 token alone, so neither the batch nor the microbatch changes its bits.
@@ -14,7 +15,7 @@ from driftline.kernels.dispatch import runs_triton
 from driftline.kernels.moe.activations import Activations
 from driftline.kernels.moe.grouped import form_of, pinned
 from driftline.kernels.moe.plan import plan
-from driftline.kernels.mxfp4.weights import ExpertWeight
+from driftline.kernels.mxfp4.weights import ExpertWeight, Mxfp4Weight
 
 __all__ = ["MICROBATCH", "forward", "takes", "tokens_at_once", "workspace_bytes"]
 
@@ -72,9 +73,18 @@ def forward(
         h, y = h_all[: pairs * inner].view(pairs, inner), y_all[: pairs * latent].view(pairs, latent)
         hs = hs_all[: pairs * (inner // _STRIDE)].view(inner // _STRIDE, pairs) if fp8 else hs_all
         rows = plan(ids[part], experts, configuration.grouping.block)
-        x, xs = row_kernels.prepare(z[part], form, activations)
-        products.up(x, xs, w1, w3, rows, h, hs, top_k=top_k, beta=beta, linear_beta=linear_beta, grouping=configuration.grouping, product=configuration.up,
-                   form=form, rounding=activations)
-        products.down(h, hs, w2, rows, y, grouping=configuration.grouping, product=configuration.down, form=form, rounding=activations)
+        if configuration.ahead is not None and isinstance(w1, Mxfp4Weight) and isinstance(w3, Mxfp4Weight) and isinstance(w2, Mxfp4Weight):
+            from driftline.kernels.moe import gluon_packed as packed
+
+            # the gathered rows lie where y will be: they are read for the last time before it is written
+            row_kernels.gather(z[part], rows, y, top_k=top_k, form=form, rounding=activations)
+            packed.up(y, w1, w3, rows, h, beta=beta, linear_beta=linear_beta, grouping=configuration.grouping, product=configuration.up,
+                      ahead=configuration.ahead, rounding=activations)
+            packed.down(h, w2, rows, y, grouping=configuration.grouping, product=configuration.down, ahead=configuration.ahead)
+        else:
+            x, xs = row_kernels.prepare(z[part], form, activations)
+            products.up(x, xs, w1, w3, rows, h, hs, top_k=top_k, beta=beta, linear_beta=linear_beta, grouping=configuration.grouping,
+                        product=configuration.up, form=form, rounding=activations)
+            products.down(h, hs, w2, rows, y, grouping=configuration.grouping, product=configuration.down, form=form, rounding=activations)
         row_kernels.combine(y, rows, gates[part], out[part])
     return out

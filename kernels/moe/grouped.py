@@ -45,9 +45,12 @@ class Product(NamedTuple):
 
 
 class Pinned(NamedTuple):
+    """ahead: by how many stretches of 128 of K `gluon_packed` asks for weights before they are needed; None: the products are those of `triton_forward`."""
+
     grouping: Grouping
     up: Product
     down: Product
+    ahead: int | None = None
 
 
 _16 = Grouping(((16, 0),))
@@ -57,16 +60,16 @@ _96 = Grouping(((32, 0), (64, 0), (64, 32)))
 _128 = Grouping(((32, 0), (64, 0), (128, 0)))
 _160 = Grouping(((32, 0), (64, 0), (128, 0), (128, 32)))
 
-ROWS = (4, 24, 56, 88)
+ROWS = (12, 24, 56, 88)
 """Rows an expert may expect at most (pairs / experts) for each row of a table but the last."""
 
 TABLE: dict[tuple[Form, bool], tuple[Pinned, ...]] = {
     (Form.MXFP4, False): (
         Pinned(_16, Product(64, 4, 2, 2), Product(128, 4, 2, 2)),
-        Pinned(_32, Product(64, 4, 2, 2), Product(128, 4, 2, 2)),
-        Pinned(_64, Product(64, 4, 3), Product(128, 4, 3)),
-        Pinned(_96, Product(128, 8, 3), Product(256, 8, 3)),
-        Pinned(_160, Product(128, 8, 3), Product(256, 8, 3)),
+        Pinned(_32, Product(64, 4, 3), Product(128, 4, 3)),
+        Pinned(_64, Product(128, 8, 4), Product(256, 8, 4), 4),
+        Pinned(_96, Product(128, 8, 4), Product(256, 8, 4), 4),
+        Pinned(_160, Product(128, 8, 4), Product(256, 8, 4), 4),
     ),
     (Form.MXFP4, True): (
         Pinned(_16, Product(128, 4, 4), Product(128, 4, 4)),
@@ -104,4 +107,6 @@ def pinned(form: Form, activations: Activations, pairs: int, experts: int, laten
     table = TABLE[form, activations is Activations.FP8_128]
     expected = pairs / experts
     found = table[sum(expected > rows for rows in ROWS)]
-    return found if latent % found.down.features == 0 else found._replace(down=found.down._replace(features=128))
+    if latent % found.down.features == 0:
+        return found
+    return found._replace(down=found.down._replace(features=128, warps=found.down.warps if found.ahead is None else 4))

@@ -15,7 +15,7 @@ from driftline.kernels.dispatch import runs_triton
 __all__ = ["Plan", "most_tiles", "plan"]
 
 _COUNTED = 1024
-"""Up to so many pairs and experts a plan on a GPU is counted in two launches; a sort's launches would take longer than a decode step's products."""
+"""Up to so many pairs and experts a plan on a GPU is counted in one launch; a sort's launches would take longer than a decode step's products."""
 
 
 class Plan(NamedTuple):

@@ -121,12 +121,14 @@ def _up_tile(x, xs, w1, s1, w3, s3, pairs, h, hs, expert, feature0, start, count
     t0 = tl.arange(0, N0)
     row0 = tl.load(pairs + start + t0, mask=t0 < count, other=0) // TOP_K
     at0 = row0[None, :] * K + k[:, None]
+    there0 = (t0 < count)[None, :]
     g0 = tl.zeros((BM, N0), tl.float32)
     u0 = tl.zeros((BM, N0), tl.float32)
     if N1 > 0:
         t1 = N0 + tl.arange(0, N1)
         row1 = tl.load(pairs + start + t1, mask=t1 < count, other=0) // TOP_K
         at1 = row1[None, :] * K + k[:, None]
+        there1 = (t1 < count)[None, :]
         g1 = tl.zeros((BM, N1), tl.float32)
         u1 = tl.zeros((BM, N1), tl.float32)
     for pair in tl.range(0, K // (128 * STEPS), num_stages=STAGES):
@@ -136,20 +138,20 @@ def _up_tile(x, xs, w1, s1, w3, s3, pairs, h, hs, expert, feature0, start, count
                 words1, factor1 = bfloat16_words(tl.load(w1 + (at + kb * 16)), tl.load(s1 + (at_scale + kb)), WARPS)
                 words3, factor3 = bfloat16_words(tl.load(w3 + (at + kb * 16)), tl.load(s3 + (at_scale + kb)), WARPS)
                 for i in tl.static_range(4):
-                    x0 = tl.load(x + (at0 + (kb * 128 + i * 32)))
+                    x0 = tl.load(x + (at0 + (kb * 128 + i * 32)), mask=there0, other=0.0)
                     chunk1 = bfloat16_chunk(words1, factor1, i)
                     g0 = _add(g0, chunk1, x0)
                     if N1 > 0:
-                        x1 = tl.load(x + (at1 + (kb * 128 + i * 32)))
+                        x1 = tl.load(x + (at1 + (kb * 128 + i * 32)), mask=there1, other=0.0)
                         g1 = _add(g1, chunk1, x1)
                     chunk3 = bfloat16_chunk(words3, factor3, i)
                     u0 = _add(u0, chunk3, x0)
                     if N1 > 0:
                         u1 = _add(u1, chunk3, x1)
             else:
-                x0 = tl.load(x + (at0 + kb * 128))
+                x0 = tl.load(x + (at0 + kb * 128), mask=there0, other=0.0)
                 if N1 > 0:
-                    x1 = tl.load(x + (at1 + kb * 128))
+                    x1 = tl.load(x + (at1 + kb * 128), mask=there1, other=0.0)
                 tile, factor = _tile(w1, s1, at, at_scale, kb, FORM, WARPS)
                 if ROUNDING == ROUND_128:
                     f0 = tl.load(xs + (row0 + kb * tokens))
@@ -212,10 +214,12 @@ def _down_tile(h, hs, w2, s2, y, expert, feature0, start, count, rows, K: tl.con
     k = tl.arange(0, 32 if FORM == MXFP4 and ROUNDING != ROUND_128 else 128)
     row0 = tl.minimum(start + tl.arange(0, N0), rows - 1)
     at0 = row0[None, :] * K + k[:, None]
+    there0 = (tl.arange(0, N0) < count)[None, :]
     y0 = tl.zeros((BM, N0), tl.float32)
     if N1 > 0:
         row1 = tl.minimum(start + N0 + tl.arange(0, N1), rows - 1)
         at1 = row1[None, :] * K + k[:, None]
+        there1 = (N0 + tl.arange(0, N1) < count)[None, :]
         y1 = tl.zeros((BM, N1), tl.float32)
     for pair in tl.range(0, K // (128 * STEPS), num_stages=STAGES):
         for step in tl.static_range(STEPS):
@@ -224,18 +228,18 @@ def _down_tile(h, hs, w2, s2, y, expert, feature0, start, count, rows, K: tl.con
                 words, factor = bfloat16_words(tl.load(w2 + (at + kb * 16)), tl.load(s2 + (at_scale + kb)), WARPS)
                 for i in tl.static_range(4):
                     chunk = bfloat16_chunk(words, factor, i)
-                    y0 = _add(y0, chunk, tl.load(h + (at0 + (kb * 128 + i * 32))))
+                    y0 = _add(y0, chunk, tl.load(h + (at0 + (kb * 128 + i * 32)), mask=there0, other=0.0))
                     if N1 > 0:
-                        y1 = _add(y1, chunk, tl.load(h + (at1 + (kb * 128 + i * 32))))
+                        y1 = _add(y1, chunk, tl.load(h + (at1 + (kb * 128 + i * 32)), mask=there1, other=0.0))
             else:
                 tile, factor = _tile(w2, s2, at, at_scale, kb, FORM, WARPS)
-                x0 = tl.load(h + (at0 + kb * 128))
+                x0 = tl.load(h + (at0 + kb * 128), mask=there0, other=0.0)
                 if ROUNDING == ROUND_128:
                     y0 = _add_scaled(y0, tile, x0, factor, tl.load(hs + (row0 + kb * rows)))
                 else:
                     y0 = _add(y0, tile, x0)
                 if N1 > 0:
-                    x1 = tl.load(h + (at1 + kb * 128))
+                    x1 = tl.load(h + (at1 + kb * 128), mask=there1, other=0.0)
                     if ROUNDING == ROUND_128:
                         y1 = _add_scaled(y1, tile, x1, factor, tl.load(hs + (row1 + kb * rows)))
                     else:

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,untyped-decorator"
-"""The plan of a decode step in two launches: at a handful of tokens, the launches of a sort cost as much as a layer's smallest product.
+"""The plan of a decode step in one launch: at a handful of tokens, the launches of a sort cost as much as a layer's smallest product.
 
 A pair's row is how many pairs come before it: those of a lower expert, and those of its own with a lower number. Counted, not sorted, so it takes pairs
 squared: for few of them.
@@ -13,8 +13,8 @@ import triton.language as tl
 
 __all__ = ["tables"]
 
-_ROWS, _CHUNK = 64, 128
-_RANK_WARPS, _TILE_WARPS = 4, 16
+_ROWS, _CHUNK, _TILE_CHUNK = 64, 128, 32
+_WARPS = 16
 
 
 @triton.jit
@@ -24,7 +24,7 @@ def _held(ids, at, count, experts):
     return tl.where((expert >= 0) & (expert < experts), expert, experts)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit
 def _rank(ids, pairs, rows, count, experts, ROWS: tl.constexpr, CHUNK: tl.constexpr):
     mine = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     expert = _held(ids, mine, count, experts)[:, None]
@@ -38,9 +38,9 @@ def _rank(ids, pairs, rows, count, experts, ROWS: tl.constexpr, CHUNK: tl.conste
     tl.store(pairs + before, mine, mask=mine < count)
 
 
-@triton.jit(do_not_specialize=["count", "tiles"])
+@triton.jit
 def _tiles(ids, starts, tile_expert, tile_start, count, experts, tiles, block, EXPERTS: tl.constexpr, TILES: tl.constexpr, CHUNK: tl.constexpr):
-    """One program: EXPERTS >= experts, TILES >= tiles."""
+    """EXPERTS >= experts, TILES >= tiles."""
     e = tl.arange(0, EXPERTS)
     start = tl.zeros((EXPERTS,), tl.int32)
     rows = tl.zeros((EXPERTS,), tl.int32)
@@ -63,11 +63,21 @@ def _tiles(ids, starts, tile_expert, tile_start, count, experts, tiles, block, E
     tl.store(tile_start + t, tl.zeros((TILES,), tl.int32), mask=unused)
 
 
+@triton.jit(do_not_specialize=["count", "tiles"])
+def _tables(ids, pairs, rows, starts, tile_expert, tile_start, count, experts, tiles, block, ROWS: tl.constexpr, CHUNK: tl.constexpr, EXPERTS: tl.constexpr,
+            TILES: tl.constexpr, TILE_CHUNK: tl.constexpr):
+    """The last program makes the experts' tables, the others the rows of ROWS pairs each."""
+    if tl.program_id(0) == tl.num_programs(0) - 1:
+        _tiles(ids, starts, tile_expert, tile_start, count, experts, tiles, block, EXPERTS, TILES, TILE_CHUNK)
+    else:
+        _rank(ids, pairs, rows, count, experts, ROWS, CHUNK)
+
+
 def tables(ids: torch.Tensor, experts: int, block: int, tiles: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """pairs, rows, starts, tile_expert, tile_start of a `Plan`: at least one id, contiguous. Its work is pairs times pairs or experts."""
     count = ids.numel()
     pairs, rows, starts, tile_expert, tile_start = (torch.empty(n, dtype=torch.int32, device=ids.device) for n in (count, count, experts + 1, tiles, tiles))
-    _rank[(triton.cdiv(count, _ROWS),)](ids, pairs, rows, count, experts, ROWS=_ROWS, CHUNK=_CHUNK, num_warps=_RANK_WARPS, enable_fp_fusion=False)
-    _tiles[(1,)](ids, starts, tile_expert, tile_start, count, experts, tiles, block, EXPERTS=triton.next_power_of_2(experts),
-                 TILES=triton.next_power_of_2(tiles), CHUNK=32, num_warps=_TILE_WARPS, enable_fp_fusion=False)
+    _tables[(triton.cdiv(count, _ROWS) + 1,)](
+        ids, pairs, rows, starts, tile_expert, tile_start, count, experts, tiles, block, ROWS=_ROWS, CHUNK=_CHUNK, EXPERTS=triton.next_power_of_2(experts),
+        TILES=triton.next_power_of_2(tiles), TILE_CHUNK=_TILE_CHUNK, num_warps=_WARPS, enable_fp_fusion=False)
     return pairs, rows, starts, tile_expert, tile_start

@@ -15,7 +15,7 @@ from driftline.kernels.moe.grouped import Form
 from driftline.kernels.moe.plan import Plan
 from driftline.kernels.mxfp4.triton import INTERPRETED
 
-__all__ = ["ROUNDINGS", "combine", "factors", "mxfp8", "narrowed", "ordered", "prepare"]
+__all__ = ["ROUNDINGS", "combine", "factors", "gather", "mxfp8", "narrowed", "ordered", "prepare"]
 
 BFLOAT16, MXFP4, FP8 = (tl.constexpr(form.value) for form in Form)
 SAME, ROUND_32, ROUND_128 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -85,6 +85,21 @@ def _prepare(z, out, scale, tokens, K: tl.constexpr, FORM: tl.constexpr, ROUNDIN
     tl.store(out + at, ordered(narrowed(value, out.dtype.element_ty), FORM, ROUNDING), mask=inside[:, None])
 
 
+@triton.jit(do_not_specialize=["rows"])
+def _gather(z, pairs, out, rows, TOP_K: tl.constexpr, K: tl.constexpr, FORM: tl.constexpr, ROUNDING: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr):
+    """ROWS rows in the plan's order, BLOCKS times 128 columns: the tokens of their pairs, rounded, and in the order of the weights."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = row < rows
+    token = (tl.load(pairs + row, mask=inside, other=0) // TOP_K).to(tl.int64)
+    column = tl.program_id(1) * (BLOCKS * 128) + tl.arange(0, 128)
+    for i in tl.static_range(BLOCKS):
+        value = tl.load(z + (token[:, None] * K + (column + i * 128)[None, :]), mask=inside[:, None], other=0).to(tl.float32)
+        if ROUNDING == ROUND_32:
+            value = tl.trans(tl.reshape(mxfp8(tl.reshape(tl.trans(value), (4, 32, ROWS))), (128, ROWS)))
+        at = row.to(tl.int64)[:, None] * K + (column + i * 128)[None, :]
+        tl.store(out + at, ordered(narrowed(value, out.dtype.element_ty), FORM, ROUNDING), mask=inside[:, None])
+
+
 @triton.jit
 def _combine(y, rows, starts, gates, out, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, Z: tl.constexpr, COLUMNS: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
@@ -113,6 +128,15 @@ def prepare(z: torch.Tensor, form: Form, rounding: Activations) -> tuple[torch.T
                                                                  ROWS=_PREPARE_ROWS, num_warps=_PREPARE_WARPS, enable_fp_fusion=False)
     return out, scale
 
+
+
+def gather(z: torch.Tensor, plan: Plan, out: torch.Tensor, *, top_k: int, form: Form, rounding: Activations) -> None:
+    """out [N k, Z]: each row's token as `prepare` gives it, rows in the plan's order; not FP8_128."""
+    rows, width = out.shape
+    blocks = next(b for b in (4, 3, 2, 1) if width % (128 * b) == 0)
+    _gather[(triton.cdiv(rows, _PREPARE_ROWS), width // (128 * blocks))](
+        z, plan.pairs, out, rows, TOP_K=top_k, K=width, FORM=form.value, ROUNDING=ROUNDINGS[rounding], ROWS=_PREPARE_ROWS, BLOCKS=blocks,
+        num_warps=_PREPARE_WARPS, enable_fp_fusion=False)
 
 
 def combine(y: torch.Tensor, plan: Plan, gates: torch.Tensor, out: torch.Tensor) -> None:

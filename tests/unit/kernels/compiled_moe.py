@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from driftline.kernels.moe import forward, triton_forward, triton_rows
+from driftline.kernels.moe import forward, gluon_packed, triton_forward, triton_rows
 from driftline.kernels.moe.activations import Activations
 from driftline.kernels.moe.grouped import ROWS, TABLE, Form, Pinned
 from driftline.kernels.moe.plan import Plan, most_tiles
@@ -40,11 +40,20 @@ def compiled(form: Form, activations: Activations, configuration: Pinned, tokens
     h = torch.empty(pairs, INNER, dtype=torch.float8_e4m3fn if fp8 else torch.bfloat16)
     hs, y = torch.empty(INNER // 128, pairs), torch.empty(pairs, LATENT, dtype=torch.bfloat16)
     with compiling_for(90) as kernels:
-        x, xs = triton_rows.prepare(torch.empty(tokens, LATENT, dtype=torch.bfloat16), form, activations)
-        triton_forward.up(x, xs, weight(form, INNER, LATENT), weight(form, INNER, LATENT), rows, h, hs, top_k=TOP_K, beta=4.0, linear_beta=25.0,
-                          grouping=configuration.grouping, product=configuration.up, form=form, rounding=activations)
-        triton_forward.down(h, hs, weight(form, LATENT, INNER), rows, y, grouping=configuration.grouping, product=configuration.down, form=form,
-                            rounding=activations)
+        z, w1, w3, w2 = torch.empty(tokens, LATENT, dtype=torch.bfloat16), weight(form, INNER, LATENT), weight(form, INNER, LATENT), weight(form, LATENT, INNER)
+        if configuration.ahead is not None:
+            assert isinstance(w1, Mxfp4Weight)
+            assert isinstance(w3, Mxfp4Weight)
+            assert isinstance(w2, Mxfp4Weight)
+            triton_rows.gather(z, rows, y, top_k=TOP_K, form=form, rounding=activations)
+            gluon_packed.up(y, w1, w3, rows, h, beta=4.0, linear_beta=25.0, grouping=configuration.grouping, product=configuration.up,
+                             ahead=configuration.ahead, rounding=activations)
+            gluon_packed.down(h, w2, rows, y, grouping=configuration.grouping, product=configuration.down, ahead=configuration.ahead)
+        else:
+            x, xs = triton_rows.prepare(z, form, activations)
+            triton_forward.up(x, xs, w1, w3, rows, h, hs, top_k=TOP_K, beta=4.0, linear_beta=25.0, grouping=configuration.grouping, product=configuration.up,
+                              form=form, rounding=activations)
+            triton_forward.down(h, hs, w2, rows, y, grouping=configuration.grouping, product=configuration.down, form=form, rounding=activations)
         triton_rows.combine(y, rows, torch.empty(tokens, TOP_K), torch.empty(tokens, LATENT, dtype=torch.bfloat16))
     return {kernel.name: kernel for kernel in kernels}
 
@@ -76,6 +85,21 @@ def serialised(kernel: CompiledKernel, folder: Path) -> bool:
     raise AssertionError(done.stderr)
 
 
+def in_step(kernel: CompiledKernel) -> None:
+    """Of `gluon_packed`: every loop decodes a quarter of a stretch while the quarter before is multiplied, with weights from registers and rows by descriptor."""
+    bodies = [body for body in loops(kernel.sass()) if sum("HGMMA" in line for line in body) <= 32 and not any("EXIT" in line for line in body)]
+    assert bodies
+    for body in bodies:
+        assert not any(re.search(r"\b(STL|LDL)\b", line) for line in body)
+        waits = [line for line in body if "WARPGROUP.DEPBAR" in line]
+        assert len(waits) == 8
+        assert all(re.search(r"gsb0, 0x[12]\b", line) for line in waits), "one group of products is always under way"
+        assert sum("UTMALDG" in line for line in body) in (1, 2)
+        assert sum("LDG.E.128" in line for line in body) == 4
+        first = [re.search(r"HGMMA\S* R\d+, (R\d+|gdesc)", line) for line in body]
+        assert all(match[1] != "gdesc" for match in first if match)
+
+
 def distinct() -> list[tuple[Form, Activations, int]]:
     """One of each form that decode uses, and the widest of the form that K3's checkpoints have. (tests/gpu/test_moe_device.py compiles and runs all of them.)"""
     narrow = [(form, Activations.FP8_128 if fp8 else Activations.SAME, 0) for form, fp8 in TABLE]
@@ -96,6 +120,9 @@ def test_pinned_configurations_compile_within_the_device(form: Form, activations
     for kernel in products:
         text = kernel.sass()
         assert instruction in text
+        if configuration.ahead is not None:
+            in_step(kernel)
+            continue
         assert " HMMA" not in text
         bodies = loops(text)
         assert form is not Form.MXFP4 or len(bodies) == len(configuration.grouping.widths), "one loop a width; short ones of other forms are unrolled"
