@@ -8,6 +8,7 @@ import re
 import pytest
 import torch
 from kda_backward_cases import BOUND, case, errors, gradients
+from machine_descriptors import descriptors
 from ptx_machine import Launched, launches_of, run_on_cpu
 
 from driftline.kernels.kda.triton_backward import Gradients, backward
@@ -31,8 +32,16 @@ def test_the_compiled_code_gives_the_recurrences_gradients(bounds: tuple[int, ..
     matrices = sums(torch.device("cpu"))
     tables = [x for launch in launches for x in launch.arguments if isinstance(x, torch.Tensor) and not x.is_floating_point()]
     given = [*(x for x in one if x is not None), *matrices, *tables, *found]
-    assert run_on_cpu(launches, given) == set()
+    tiles: list[list[int]] = []
+    assert run_on_cpu(launches, given, tiles) == set()
     assert {name: error for name, error in errors(found, gradients(one)).items() if not error <= LIMITS[name]} == {}
+    followed = 0
+    for launch, taken in zip(launches, tiles, strict=True):
+        if launch.kernel.name in ("prepare", "values", "gradients"):
+            assembled = descriptors(launch.kernel.sass(), 2 if launch.kernel.name == "values" else 4)
+            assert assembled == taken[: len(assembled)], launch.kernel
+            followed += len(assembled)
+    assert followed > 1000
     kernel = next(launch for launch in launches if launch.kernel.name == "values")
     stripped = type(kernel.kernel)(**{**vars(kernel.kernel), "ptx": re.sub(r"\tbar\.sync[^\n]*\n", "", kernel.kernel.ptx), "grid": (1,)})
     hazards = run_on_cpu([Launched(stripped, kernel.arguments)], given)

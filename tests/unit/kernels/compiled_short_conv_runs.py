@@ -16,7 +16,7 @@ torch.set_num_threads(1)
 
 
 def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return ((found.double() - wanted.double()).norm() / wanted.double().norm()).item()
+    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
 
 
 @pytest.mark.parametrize("steps", [1, 70])
@@ -25,7 +25,8 @@ def test_the_compiled_convolution_and_its_gradients_are_the_references(steps: in
     random = torch.Generator().manual_seed(steps)
     x, grad = (torch.randn(1, steps, 256, generator=random).bfloat16() for _ in range(2))
     tail, weight = torch.randn(1, 3, 256, generator=random).bfloat16(), torch.randn(256, 4, generator=random) / 2
-    real, made = torch.empty, []
+    real = torch.empty
+    made: list[torch.Tensor] = []
 
     def empty(*args: object, **kwargs: object) -> torch.Tensor:
         made.append(real(*args, **kwargs))  # type: ignore[call-overload]

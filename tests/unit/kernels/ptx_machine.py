@@ -102,7 +102,8 @@ def _parse(ptx: str) -> tuple[list[Line], dict[str, int]]:
 
 
 class Machine:
-    """One kernel's PTX. `run` runs one block on `memory`, bytes that pointers are offsets into, and adds to `hazards`."""
+    """One kernel's PTX. `run` runs one block on `memory`, bytes that pointers are offsets into, and adds to `hazards`, and to `tiles`
+    the descriptors that products take."""
 
     def __init__(self, kernel: CompiledKernel) -> None:
         self.lines, self.labels = _parse(kernel.ptx)
@@ -111,6 +112,7 @@ class Machine:
         self.thread = np.arange(self.threads)
         self.warp, self.lane = self.thread // 32, self.thread % 32
         self.hazards: set[str] = set()
+        self.tiles: list[int] = []
 
     def run(self, arguments: Sequence[int], block: tuple[int, int, int], memory: Array) -> None:
         assert len(arguments) == len(self.parameters), "arguments do not match the kernel's parameters"
@@ -417,6 +419,7 @@ class Machine:
         """An operand [rows, depth] in shared memory."""
         descriptors = self._value(name, U64)[mine]
         assert (descriptors == descriptors[0]).all(), f"threads disagree about the tile: {text}"
+        self.tiles.append(int(descriptors[0]))
         cells = _tile(int(descriptors[0]), rows, depth, width, across)[..., None] + np.arange(width)
         assert ((cells >= 0) & (cells < self.room)).all(), f"wgmma reads outside shared memory: {text}"
         assert self.written[cells].all(), f"wgmma reads what nothing wrote: {text}"
@@ -469,34 +472,36 @@ def _word(argument: float) -> int:
     return argument if isinstance(argument, int) else int(np.float32(argument).view(U32))
 
 
-def run_on_cpu(launches: Sequence[Launched], tensors: Sequence[torch.Tensor]) -> set[str]:
-    """Run the launches in order on the tensors that they were given, contiguous ones, in place; returns the hazards. `tensors` are those to fill and
-    read back besides what the launches name."""
+def run_on_cpu(launches: Sequence[Launched], tensors: Sequence[torch.Tensor], tiles: list[list[int]] | None = None) -> set[str]:
+    """Run the launches in order on the tensors that they were given, in place; returns the hazards. `tensors` are those to fill and
+    read back besides what the launches name. tiles: gets the descriptors of each launch's products, program after program."""
     places: dict[int, tuple[int, torch.Tensor]] = {}
     end = 1024
+
+    def whole(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+
+    def held(tensor: torch.Tensor) -> int:
+        return tensor.untyped_storage().data_ptr()
+
     for tensor in [*tensors, *(x for launch in launches for x in launch.arguments if isinstance(x, torch.Tensor))]:
-        if tensor.data_ptr() not in places:
-            assert tensor.is_contiguous()
-            places[tensor.data_ptr()] = (end, tensor)
-            end += -(-tensor.nbytes // 1024) * 1024 + 1024
+        if held(tensor) not in places:
+            places[held(tensor)] = (end, whole(tensor))
+            end += -(-places[held(tensor)][1].nbytes // 1024) * 1024 + 1024
     memory = np.full(end, 0xFF, np.uint8)
-
-    def cells(tensor: torch.Tensor) -> Array:
-        flat: Array = tensor.view(-1).view(torch.uint8).numpy()
-        return flat
-
-    for at, tensor in places.values():
-        if any(tensor is given for given in tensors):
-            memory[at : at + tensor.nbytes] = cells(tensor)
+    for key in {held(tensor) for tensor in tensors}:
+        at, cells = places[key]
+        memory[at : at + cells.nbytes] = cells.numpy()
     hazards: set[str] = set()
     for kernel, given in launches:
         machine = Machine(kernel)
-        words = [places[x.data_ptr()][0] if isinstance(x, torch.Tensor) else _word(x) for x in given]
+        words = [places[held(x)][0] + x.data_ptr() - held(x) if isinstance(x, torch.Tensor) else _word(x) for x in given]
         grid = (*kernel.grid, 1, 1)[:3]
         for block in np.ndindex(*grid):
             machine.run([*words, 0, 0], block, memory)
         hazards |= machine.hazards
-    for at, tensor in places.values():
-        if tensor.numel():
-            cells(tensor)[:] = memory[at : at + tensor.nbytes]
+        if tiles is not None:
+            tiles.append(machine.tiles)
+    for at, cells in places.values():
+        cells.numpy()[:] = memory[at : at + cells.nbytes]
     return hazards
