@@ -7,6 +7,7 @@ in either form, whichever the files have. Loading and saving go tensor by tensor
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import torch
@@ -102,6 +103,16 @@ def save_checkpoint(
 
 
 def write_checkpoint(directory: Path, config: K3Config, experts: Quantisation, shapes: dict[str, Shape], source: Recoded, shard_bytes: int) -> list[Path]:
-    """config.json and the tensors `shapes` from `source`. Returns the files of tensors."""
+    """config.json and the tensors `shapes` from `source`, layer by layer whatever their order is. Returns the files of tensors."""
     directory.mkdir(parents=True, exist_ok=True)
-    return write_shards(directory, shapes, source.read, shard_bytes, describe=lambda: config.save(directory, experts))
+    ordered = {name: shapes[name] for name in sorted(shapes, key=_place)}
+    try:
+        same_model = K3Config.load_with_form(directory) == (config, experts)
+    except ConfigError:
+        same_model = False
+    return write_shards(directory, ordered, source.read, shard_bytes, describe=lambda: config.save(directory, experts), same_model=same_model)
+
+
+def _place(name: str) -> list[int | str]:
+    """Layers and experts by their numbers, so that the tensors a process needs lie together."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]

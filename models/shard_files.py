@@ -41,11 +41,13 @@ class Shape(NamedTuple):
 
 
 def write_shards(
-    directory: Path, shapes: Mapping[str, Shape], read: Callable[[str], torch.Tensor], limit: int = SHARD_BYTES, *, describe: Callable[[], None] | None = None,
+    directory: Path, shapes: Mapping[str, Shape], read: Callable[[str], torch.Tensor], limit: int = SHARD_BYTES, *,
+    describe: Callable[[], None] | None = None, same_model: bool = False,
 ) -> list[Path]:
     """Write `read(name)` for every name, once each, in files of at most `limit` bytes of tensors (a larger tensor has its own). Returns the files.
 
     `describe` writes what says how to read them (config.json), once every shard is whole and before the first takes its place.
+    With `same_model`, which says that this changes nothing, a `model.safetensors` that is there stays until its successor is.
 
     Up to `limit` bytes in all are `model.safetensors` alone, more are numbered shards and an index. Raises ConfigError when `limit` is not positive, ValueError
     when a tensor that was read has another dtype or shape; then and on any other error nothing in the directory has changed.
@@ -63,7 +65,7 @@ def write_shards(
             places = {name: file for file, group in zip(files, groups, strict=True) for name in group}
             body = {"metadata": {"total_size": sum(shape.nbytes for shape in shapes.values())}, "weight_map": dict(sorted(places.items()))}
             index.write_text(json.dumps(body, indent=2) + "\n", encoding="utf-8")
-        _clear(directory, keep=SINGLE if len(groups) == 1 else "")
+        _clear(directory, keep=SINGLE if same_model and len(groups) == 1 else "")
         if describe is not None:
             describe()
         for path, file in zip(partial, files, strict=True):

@@ -1,0 +1,180 @@
+"""A model whose routed experts stay packed: the function of the unpacked ones to the bit, frozen, under the public names, in versions as in files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from k3_checkpoint_cases import EXPERTS, packable, packed_checkpoint, rounded_model, same_state, stored
+from model_cases import random_tokens
+
+from driftline.kernels.mxfp4 import Mxfp4Weight
+from driftline.messages.errors import ConfigError, IntegrityError
+from driftline.models.checkpoint import load_checkpoint, save_checkpoint
+from driftline.models.lora import add_lora, merge_lora
+from driftline.models.mlp import PackedExperts
+from driftline.models.model import K3ForCausalLM
+from driftline.models.quantisation import Quantisation
+from driftline.models.state import export_state, load_state, policy_dtype, public_tensors, round_to_policy_
+from driftline.services.config import LearnerConfig
+from driftline.services.learner.trainer import Trainer
+from driftline.services.rollout.weights import parameters_of
+from driftline.services.tensors import from_host, to_host
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return packed_checkpoint(tmp_path)
+
+
+def packed_model(directory: Path) -> K3ForCausalLM:
+    return load_checkpoint(str(directory))
+
+
+def plain_model(directory: Path) -> K3ForCausalLM:
+    return load_checkpoint(str(directory), experts=Quantisation.NONE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_packed_and_unpacked_experts_compute_the_same_bits(directory: Path, dtype: torch.dtype) -> None:
+    """In prefill with many tokens an expert and in decode with few: both schedules."""
+    packed = load_checkpoint(str(directory), dtype=dtype)
+    plain = load_checkpoint(str(directory), dtype=dtype, experts=Quantisation.NONE)
+    assert isinstance(packed.model.layers[1].block_sparse_moe.experts.w1, Mxfp4Weight)
+    tokens = random_tokens(3, 20)
+    a, b = packed(tokens), plain(tokens)
+    assert torch.equal(a.hidden, b.hidden)
+    assert torch.equal(a.routes, b.routes)
+    assert torch.equal(packed(tokens[:, :1], cache=a.cache).hidden, plain(tokens[:, :1], cache=b.cache).hidden)
+
+
+@torch.no_grad()
+def test_one_changed_code_changes_the_function(directory: Path) -> None:
+    model, tokens = packed_model(directory), random_tokens(2, 9)
+    before = model(tokens)
+    expert = int(before.routes[0, 0, 0, 0])
+    model.model.layers[1].block_sparse_moe.experts.w2.packed[expert, 0, 0] ^= 0x88  # the signs of two weights
+    assert not torch.equal(before.hidden, model(tokens).hidden)
+
+
+def test_packed_experts_are_no_parameters_and_no_cast_changes_them(directory: Path) -> None:
+    model = packed_model(directory)
+    before = {name: tensor for name, tensor in export_state(model).items() if name.startswith(EXPERTS)}
+    assert len(before) == 36
+    assert not [name for name, _ in model.named_parameters() if ".experts." in name]
+    model.double().to(torch.bfloat16)
+    round_to_policy_(model)
+    assert same_state({name: tensor for name, tensor in export_state(model).items() if name in before}, before)
+    assert "experts.w1_packed" in "".join(model.state_dict())
+
+
+def test_gradients_reach_everything_around_packed_experts_as_they_would_around_unpacked(directory: Path) -> None:
+    tokens = random_tokens(1, 9)
+    grads = []
+    for model in (packed_model(directory), plain_model(directory)):
+        model(tokens).hidden.square().sum().backward()
+        grads.append({name: p.grad for name, p in model.named_parameters() if ".experts." not in name and p.grad is not None})
+    assert same_state(grads[0], grads[1])
+    assert "model.layers.1.block_sparse_moe.routed_expert_down_proj.weight" in grads[0]
+    assert "model.layers.1.block_sparse_moe.gate.weight" in grads[0]
+
+
+def test_a_version_names_packed_experts_publicly_and_as_uint8(directory: Path) -> None:
+    model = packed_model(directory)
+    state = export_state(model)
+    assert same_state(state, stored(directory))
+    assert all((tensor.dtype == torch.uint8) == name.endswith(("weight_packed", "weight_scale")) for name, tensor in state.items())
+    for name, tensor in model.named_buffers():
+        for public, view in public_tensors(name, tensor):
+            assert policy_dtype(name, torch.bfloat16) == policy_dtype(public, torch.bfloat16) == torch.uint8
+            assert view.data_ptr() >= tensor.data_ptr(), "a view, not a copy"
+
+
+def test_another_version_is_loaded_into_packed_experts_in_place_and_through_the_store_s_bytes(directory: Path, tmp_path: Path) -> None:
+    other = load_checkpoint(str(packed_checkpoint(tmp_path / "other", seed=5)))
+    model = packed_model(directory)
+    held = model.model.layers[2].block_sparse_moe.experts.w3.packed
+    load_state(model, from_host(to_host(export_state(other))))
+    assert held.data_ptr() == model.model.layers[2].block_sparse_moe.experts.w3.packed.data_ptr()
+    assert same_state(export_state(model), export_state(other))
+    tokens = random_tokens(1, 7)
+    assert torch.equal(model(tokens).hidden, other(tokens).hidden)
+
+
+@pytest.mark.parametrize("name", [f"{EXPERTS}.0.w1.weight_packed", f"{EXPERTS}.0.w1.weight_scale", "lm_head.weight"])
+def test_codes_are_not_loaded_as_numbers_nor_numbers_as_codes(directory: Path, name: str) -> None:
+    model = packed_model(directory)
+    state = export_state(model)
+    state[name] = state[name].float() if state[name].dtype == torch.uint8 else state[name].to(torch.uint8)
+    before = export_state(model)
+    with pytest.raises(IntegrityError) as refused:
+        load_state(model, state)
+    assert refused.value.field == name
+    assert refused.value.remedy
+    assert same_state(export_state(model), before)
+
+
+def test_a_policy_of_the_other_form_is_refused(directory: Path) -> None:
+    packed, plain = packed_model(directory), plain_model(directory)
+    with pytest.raises(IntegrityError, match="missing"):
+        load_state(packed, export_state(plain))
+    with pytest.raises(IntegrityError, match="missing"):
+        load_state(plain, export_state(packed))
+
+
+def test_learner_and_engine_name_the_tensors_of_a_version(directory: Path) -> None:
+    """A version whose layouts leave out what its state has, or the other way round, could not be assembled."""
+    model = packed_model(directory)
+    add_lora(model, 2)
+    trainer = Trainer(model, LearnerConfig())
+    state = trainer.state()
+    assert set(trainer.layouts()) == set(parameters_of(model)) == set(state)
+    for name, layout in trainer.layouts().items():
+        assert (layout.dtype, layout.shape) == (str(state[name].dtype).removeprefix("torch."), tuple(state[name].shape))
+    assert all("lora" in name for name in trainer.names)
+
+
+def test_adapters_go_to_the_other_linears_and_the_experts_stay_packed(directory: Path) -> None:
+    model = packed_model(directory)
+    tokens = random_tokens(1, 9)
+    before = model(tokens).hidden.detach()
+    adapted = add_lora(model, 2)
+    assert "model.layers.1.block_sparse_moe.shared_experts.up_proj" in adapted
+    assert "model.layers.3.self_attn.kv_b_proj" in adapted
+    assert not [name for name in adapted if name.endswith(".experts")]
+    assert torch.equal(model(tokens).hidden, before), "B starts at zero"
+    model(tokens).hidden.square().sum().backward()
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert {name.rsplit(".", 1)[1] for name in trained} == {"lora_A", "lora_B"}
+    assert all(p.grad is not None for name, p in model.named_parameters() if name in trained)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("lora_B"):
+                parameter.normal_(std=0.1)
+    changed = model(tokens).hidden.detach()
+    assert not torch.equal(changed, before)
+    merge_lora(model)
+    torch.testing.assert_close(model(tokens).hidden, changed, rtol=0, atol=2e-4)
+    assert set(export_state(model)) == set(stored(directory))
+    assert isinstance(model.model.layers[1].block_sparse_moe.experts, PackedExperts)
+
+
+def test_targets_that_are_packed_experts_alone_are_refused_and_freeze_nothing(directory: Path) -> None:
+    model = packed_model(directory)
+    with pytest.raises(ConfigError, match="packed to MXFP4") as refused:
+        add_lora(model, 2, targets=r".*\.experts$")
+    assert refused.value.field == "learner.lora_targets"
+    assert refused.value.remedy
+    assert model.model.norm.weight.requires_grad
+
+
+def test_a_model_of_unpacked_experts_still_adapts_them(tmp_path: Path) -> None:
+    save_checkpoint(rounded_model(), tmp_path)
+    assert "model.layers.1.block_sparse_moe.experts" in add_lora(load_checkpoint(str(tmp_path)), 2)
+
+
+def test_sizes_that_do_not_divide_into_groups_are_refused() -> None:
+    with pytest.raises(ConfigError, match="moe_intermediate_size = 24"):
+        PackedExperts(packable(moe_intermediate_size=24))
