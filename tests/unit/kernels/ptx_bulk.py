@@ -18,17 +18,19 @@ from driftline.kernels.offline import CompiledKernel
 
 __all__ = ["run_on_cpu"]
 
-_WAIT = re.compile(r"\{\s*\.reg \.pred complete;\s*waitLoop:\s*mbarrier\.try_wait\.parity\.shared\.b64 complete, (\[[^\]]*\]), ([^;]*);\s*@!complete bra\.uni waitLoop;\s*\}")
+_WAIT = re.compile(r"\{\s*\.reg \.pred complete;\s*waitLoop:\s*mbarrier\.try_wait\.parity\.shared(?:::cta)?\.b64 complete, (\[[^\]]*\]), ([^;]*);\s*"
+                   r"@!complete bra\.uni waitLoop;\s*\}")
 _LOCAL = re.compile(r"\.reg \.b32 m, s;[^}]*?mov\.b32 \{[^}]*\}, m;")
 """The decoding's own registers, which PTX gives no sign of being ones."""
 _FUNCTIONS: dict[str, Any] = {"abs": np.abs, "rcp": lambda x: 1 / x}
-_DESCRIPTOR = 1 << 40
+_DESCRIPTOR = 1 << 30
 
 
 class BulkMachine(Machine):
     def __init__(self, kernel: CompiledKernel, descriptors: dict[int, Any]) -> None:
-        ptx = _WAIT.sub(r"mbarrier.wait \1, \2;", kernel.ptx)
-        ptx = re.sub(r"mov\.b64 \t?(%rd\d+), \w+_param_(\d+);", lambda m: f"mov.b64 {m[1]}, {_DESCRIPTOR + int(m[2])};", ptx)
+        ptx = re.sub(r"(?m)^\s*\.loc[^\n]*\n|//[^\n]*", "", kernel.ptx[kernel.ptx.index(".version") :])
+        ptx = _WAIT.sub(r"mbarrier.wait \1, \2;", ptx)
+        ptx = re.sub(r"mov\.b(32|64)\s+(%rd?\d+), \w+_param_(\d+);", lambda m: f"mov.b{m[1]} {m[2]}, {_DESCRIPTOR + int(m[3])};", ptx)
         ptx = ptx.replace("cvta.param.u64", "mov.b64").replace("bra.uni", "bra")
         ptx = _LOCAL.sub(lambda m: re.sub(r"\b([ms])\b(?=\s*[,;}])", r"%\1", m[0]), ptx)
         super().__init__(replace(kernel, ptx=ptx))
