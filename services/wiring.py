@@ -59,7 +59,7 @@ def checkpoint_dir(config: Config) -> Path:
 
     shipped = config.policy.init == "base"
     folder = Path(driftline.__file__).parent / "models" / "base" if shipped else Path(config.policy.init)
-    missing = [name for name in ("config.json", "model.safetensors") if not (folder / name).is_file()]
+    missing = [name for name, pattern in (("config.json", "config.json"), ("model.safetensors", "*.safetensors")) if not any(folder.glob(pattern))]
     if missing:
         raise ConfigError(f"no checkpoint there: {' and '.join(missing)} missing in {folder}", field="policy.init",
                           value=config.policy.init,

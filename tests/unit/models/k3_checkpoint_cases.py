@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from model_cases import random_model, small
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from driftline.models import shards
@@ -85,13 +86,12 @@ class Reads:
         self.names: list[str] = []
         self.opened: list[str] = []
         self.nbytes = self.held = self.most = 0
-        opener = shards.safe_open
         reads = self
 
         class Handle:
             def __init__(self, path: Path, framework: str) -> None:
                 reads.opened.append(Path(path).name)
-                self._inner = opener(path, framework=framework)
+                self._inner = safe_open(path, framework=framework)
 
             def __getattr__(self, name: str) -> Any:
                 return getattr(self._inner, name)

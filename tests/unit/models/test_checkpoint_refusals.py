@@ -9,7 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from k3_checkpoint_cases import EXPERTS, Reads, changed, config_of, packable, packed_checkpoint, reshard, rounded_model, stored
+from k3_checkpoint_cases import (
+    EXPERTS,
+    Reads,
+    changed,
+    config_of,
+    packable,
+    packed_checkpoint,
+    reshard,
+    rounded_model,
+    stored,
+)
 from model_cases import PUBLIC
 from safetensors.torch import save_file
 

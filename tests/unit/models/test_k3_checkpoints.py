@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import tempfile
 from pathlib import Path
@@ -10,7 +11,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from k3_checkpoint_cases import EXPERTS, Reads, config_of, packable, packed_checkpoint, reshard, rounded_model, same_state, stored
+from k3_checkpoint_cases import (
+    EXPERTS,
+    Reads,
+    config_of,
+    packable,
+    packed_checkpoint,
+    reshard,
+    rounded_model,
+    same_state,
+    stored,
+)
 from model_cases import random_tokens
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -252,10 +263,8 @@ def test_a_save_killed_anywhere_leaves_the_old_one_the_new_one_or_what_is_refuse
         replace(source, target)  # type: ignore[arg-type]
 
     monkeypatch.setattr(shard_files.os, "replace", replaced)
-    try:
+    with contextlib.suppress(KeyboardInterrupt):
         save_checkpoint(new, tmp_path, shard_bytes=shard_bytes)
-    except KeyboardInterrupt:
-        pass
     monkeypatch.undo()
     try:
         found = load_checkpoint(str(tmp_path))
