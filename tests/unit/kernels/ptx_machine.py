@@ -214,6 +214,10 @@ class Machine:
             return _ARITHMETIC[name](*(self.values[x] for x in a))
         if kind == "f32":
             return _FLOATS[name](*(self._typed(x, kind) for x in a)).astype(np.float32).view(U32)
+        if name == "neg" and kind.endswith("f16x2"):
+            return self._value(a[0]) ^ U32(0x80008000)
+        if name == "neg" and kind.endswith("f16"):
+            return self._value(a[0], U16) ^ U16(0x8000)
         unsigned = _UNSIGNED[kind[1:]]
         if name in ("shl", "shr"):
             value = self._typed(a[0], kind)
@@ -226,7 +230,8 @@ class Machine:
         if name == "prmt":
             both = self._value(a[0]).astype(U64) | (self._value(a[1]).astype(U64) << U64(32))
             chosen = [(both >> (((self._value(a[2]) >> U32(4 * i)) & U32(7)).astype(U64) * U64(8)) & U64(0xFF)) << U64(8 * i) for i in range(4)]
-            return (chosen[0] | chosen[1] | chosen[2] | chosen[3]).astype(U32)
+            permuted: Array = (chosen[0] | chosen[1] | chosen[2] | chosen[3]).astype(U32)
+            return permuted
         if "wide" in parts:
             product: Array = (self._typed(a[0], kind).astype(np.int64) * self._typed(a[1], kind).astype(np.int64)).view(U64)
             if name == "mad":
@@ -495,7 +500,7 @@ def run_on_cpu(launches: Sequence[Launched], tensors: Sequence[torch.Tensor], ti
     hazards: set[str] = set()
     for kernel, given in launches:
         machine = Machine(kernel)
-        words = [places[held(x)][0] + x.data_ptr() - held(x) if isinstance(x, torch.Tensor) else _word(x) for x in given]
+        words = [places[held(x)][0] + x.storage_offset() * x.itemsize if isinstance(x, torch.Tensor) else _word(x) for x in given]
         grid = (*kernel.grid, 1, 1)[:3]
         for block in np.ndindex(*grid):
             machine.run([*words, 0, 0], block, memory)
