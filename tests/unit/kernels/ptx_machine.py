@@ -500,7 +500,7 @@ def run_on_cpu(launches: Sequence[Launched], tensors: Sequence[torch.Tensor], ti
     hazards: set[str] = set()
     for kernel, given in launches:
         machine = Machine(kernel)
-        words = [places[held(x)][0] + x.storage_offset() * x.itemsize if isinstance(x, torch.Tensor) else _word(x) for x in given]
+        words = [places[held(x)][0] + int(x.storage_offset()) * x.itemsize if isinstance(x, torch.Tensor) else _word(x) for x in given]
         grid = (*kernel.grid, 1, 1)[:3]
         for block in np.ndindex(*grid):
             machine.run([*words, 0, 0], block, memory)
