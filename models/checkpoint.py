@@ -11,10 +11,10 @@ import re
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from driftline.kernels.mxfp4 import LARGEST_SCALE
 from driftline.messages.errors import ConfigError, IntegrityError
+from driftline.models.assembly import assembled
 from driftline.models.config import K3Config
 from driftline.models.model import K3ForCausalLM
 from driftline.models.quantisation import Quantisation
@@ -22,7 +22,7 @@ from driftline.models.recoding import Recoded, recoded_shapes
 from driftline.models.shard_files import SHARD_BYTES, Shape, write_shards
 from driftline.models.shards import Shards
 from driftline.models.state import policy_dtype, policy_tensors, public_tensors
-from driftline.models.stored import Stored, held_form, public_shapes, skeleton
+from driftline.models.stored import Stored, held_form, public_shapes
 
 __all__ = ["BASE", "checkpoint_dir", "load_checkpoint", "read_tensors", "save_checkpoint", "write_checkpoint"]
 
@@ -55,36 +55,27 @@ def load_checkpoint(
     """
     stored = Stored.open(checkpoint_dir(init))
     held = stored.experts if experts is None else experts
-    model = skeleton(stored.config, held)
-    _allocate(model, dtype, torch.device(device))
     source = Recoded(lambda name: stored.read(name).to(device), stored.experts, held, torch.promote_types(dtype, torch.bfloat16))
-    targets = {public: view for name, tensor in policy_tensors(model) for public, view in public_tensors(name, tensor)}
-    with torch.no_grad():
-        for name in sorted(targets, key=lambda name: (stored.file_of(source.source(name)), source.source(name))):
-            _fill(targets[name], source.read(name), name, stored.at(source.source(name)))
+
+    def read(name: str) -> torch.Tensor:
+        value = source.read(name)
+        if name.endswith(".weight_scale"):
+            _in_reach(stored.at(source.source(name)), value)
+        return value
+
+    def place(name: str) -> tuple[str, ...]:
+        return stored.file_of(source.source(name)), source.source(name)
+
+    model = assembled(stored.config, held, read, dtype=dtype, device=device, order=place)
     stored.shards.close()
     return model
 
 
-def _fill(target: torch.Tensor, value: torch.Tensor, name: str, at: str) -> None:
-    """The kernels read a scale above LARGEST_SCALE as NaN, the reference does not: refused, so that packed experts are one thing on every device."""
-    if name.endswith(".weight_scale") and bool((value > LARGEST_SCALE).any()):
-        raise IntegrityError(f"a scale above {LARGEST_SCALE} is of weights above 12, which packed experts cannot hold here", field=at, value=int(value.max()),
+def _in_reach(at: str, scale: torch.Tensor) -> None:
+    """The kernels read a larger scale as NaN, the reference does not: refused, so that packed experts are one thing on every device."""
+    if bool((scale > LARGEST_SCALE).any()):
+        raise IntegrityError(f"a scale above {LARGEST_SCALE} is of weights above 12, which packed experts cannot hold here", field=at, value=int(scale.max()),
                              remedy="load with the experts unpacked")
-    target.copy_(value)
-
-
-def _allocate(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    """Memory for every tensor of a model on the meta device, uninitialised. Tied parameters stay one."""
-    made: dict[int, nn.Parameter] = {}
-    for prefix, module in model.named_modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            if id(parameter) not in made:
-                kept = torch.promote_types(policy_dtype(f"{prefix}.{name}", dtype), dtype)
-                made[id(parameter)] = nn.Parameter(torch.empty(parameter.shape, dtype=kept, device=device), requires_grad=parameter.requires_grad)
-            setattr(module, name, made[id(parameter)])
-        for name, buffer in list(module.named_buffers(recurse=False)):
-            setattr(module, name, torch.empty_like(buffer, device=device))
 
 
 def save_checkpoint(

@@ -1,4 +1,4 @@
-"""A random checkpoint in the public layout, of any size: tensors are drawn, packed and written one by one, so only the disk must hold the model.
+"""Random models of any size: tensors are drawn, packed and written, or put into a model, one by one. The files of a seed and the model of that seed are equal.
 
 A tensor's values follow from the seed and its name alone: they are the same in whatever order and shards it is written, and packed experts are those of the
 unpacked checkpoint of that seed. Devices of another kind draw other values.
@@ -13,14 +13,16 @@ from pathlib import Path
 import torch
 
 from driftline.messages.errors import ConfigError
+from driftline.models.assembly import assembled
 from driftline.models.checkpoint import write_checkpoint
 from driftline.models.config import K3Config
+from driftline.models.model import K3ForCausalLM
 from driftline.models.quantisation import Quantisation
 from driftline.models.recoding import Recoded, recoded_shapes
 from driftline.models.shard_files import SHARD_BYTES, Shape
 from driftline.models.stored import public_shapes, skeleton
 
-__all__ = ["RandomTensors", "make_checkpoint"]
+__all__ = ["RandomTensors", "make_checkpoint", "random_model"]
 
 _ZERO = ("_res_proj.weight", "A_log", "e_score_correction_bias")
 
@@ -65,3 +67,13 @@ def make_checkpoint(
     plain = public_shapes(skeleton(config, Quantisation.NONE))
     source = Recoded(RandomTensors(config, plain, seed, device).read, Quantisation.NONE, experts, torch.bfloat16)
     return write_checkpoint(directory, config, experts, recoded_shapes(plain, Quantisation.NONE, experts, torch.bfloat16), source, shard_bytes)
+
+
+def random_model(
+    config: K3Config, *, seed: int = 0, experts: Quantisation = Quantisation.NONE, dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cpu",
+) -> K3ForCausalLM:
+    """What `load_checkpoint(dtype=dtype, device=device)` gives of what `make_checkpoint` writes, without the files. Raises ConfigError when the experts cannot
+    be packed."""
+    plain = public_shapes(skeleton(config, Quantisation.NONE))
+    source = Recoded(RandomTensors(config, plain, seed, device).read, Quantisation.NONE, experts, torch.bfloat16)
+    return assembled(config, experts, source.read, dtype=dtype, device=device, order=lambda name: (source.source(name), name))

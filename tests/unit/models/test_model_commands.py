@@ -24,7 +24,7 @@ from driftline.models.config import K3Config
 from driftline.models.inspection import inspect_checkpoint
 from driftline.models.model import K3ForCausalLM
 from driftline.models.quantisation import Quantisation
-from driftline.models.random_weights import RandomTensors, make_checkpoint
+from driftline.models.random_weights import RandomTensors, make_checkpoint, random_model
 from driftline.models.sizes import like_k3
 from driftline.models.state import export_state
 from driftline.models.stored import public_shapes, skeleton
@@ -129,6 +129,15 @@ def test_a_seed_makes_the_same_files_and_another_makes_others(tmp_path: Path) ->
     parts = {"model.layers.1.block_sparse_moe.experts.0.w1.weight", "model.layers.1.block_sparse_moe.experts.1.w1.weight"}
     one, other = (stored(tmp_path / "a")[name] for name in sorted(parts))
     assert not torch.equal(one, other), "a draw of its own for each tensor"
+
+
+@pytest.mark.parametrize("form", list(Quantisation))
+def test_a_random_model_is_its_checkpoint_without_the_files(tmp_path: Path, form: Quantisation) -> None:
+    config = like_k3(4, 128, num_experts=8)
+    make_checkpoint(config, tmp_path, seed=3, experts=form)
+    made, loaded = random_model(config, seed=3, experts=form), load_checkpoint(str(tmp_path), dtype=torch.bfloat16)
+    assert same_state(made.state_dict(), loaded.state_dict())
+    assert {n: p.dtype for n, p in made.named_parameters()} == {n: p.dtype for n, p in loaded.named_parameters()}
 
 
 def test_values_are_those_a_fresh_model_starts_with() -> None:
