@@ -120,9 +120,10 @@ def sweep() -> list[Row]:
         run = partial(conv.replay, window, weight, history, slots, slots % 5, configuration)
         out.append(Row(f"window of 4, {configuration}", measure(run).median_ms, bytes=3 * window.nbytes + 6 * 64 * CHANNELS * 2))
     o, gain, gate, dy = noise(8192, HEADS, 128), noise(128, dtype=torch.float32), noise(8192, HEADS, 128), noise(8192, HEADS, 128)
-    for tile in (16, 32, 64):
+    for tile in (norm.ROWS, 8):
         out.append(Row(f"gated norm forward, {tile} rows a tile", measure(partial(norm.forward, o, gain, gate, EPS, tile)).median_ms, bytes=3 * o.nbytes))
-        out.append(Row(f"gated norm backward, {tile} rows a tile", measure(partial(norm.backward, o, gain, gate, dy, EPS, tile)).median_ms, bytes=5 * o.nbytes))
+    for built in norm.CANDIDATES:
+        out.append(Row(f"gated norm backward, {built}", measure(partial(norm.backward, o, gain, gate, dy, EPS, built)).median_ms, bytes=5 * o.nbytes))
     return out
 
 

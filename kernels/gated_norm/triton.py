@@ -7,18 +7,31 @@ block of rows at a time, and the blocks in order.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
-__all__ = ["DIM", "ROWS", "backward", "forward"]
+__all__ = ["BACKWARD", "CANDIDATES", "DIM", "ROWS", "Backward", "backward", "forward"]
 
 DIM = 128
-ROWS = 32
-"""Rows of a tile, for every shape: 32 elements a thread. Not yet timed against the others of the benchmark's sweep."""
+ROWS = 16
+"""Rows of a program of the forward, for every shape."""
 
-TILES = 8
-"""Tiles of a program of the backward, whose weight gradient is one row of the partial sums."""
+
+class Backward(NamedTuple):
+    """Rows of a tile; tiles of a program, whose weight gradient is one row of the partial sums; tiles in flight; warps."""
+
+    rows: int
+    tiles: int
+    stages: int
+    warps: int
+
+
+BACKWARD = Backward(rows=16, tiles=8, stages=3, warps=4)
+CANDIDATES = (BACKWARD, Backward(32, 8, 3, 4), Backward(16, 16, 3, 4), Backward(8, 16, 3, 2))
+"""What runs, for every shape, and what the benchmark's sweep times beside it. Others sum the weight's gradient in another order: other bits of it."""
 
 _WARPS = 4
 _STRICT = {"enable_fp_fusion": False}
@@ -46,12 +59,13 @@ def _forward(o, weight, gate, out, rows, eps, DIM: tl.constexpr, ROWS: tl.conste
 
 
 @triton.jit
-def _backward(o, weight, gate, grad, grad_o, grad_gate, grad_weight, rows, eps, DIM: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr):
+def _backward(o, weight, gate, grad, grad_o, grad_gate, grad_weight, rows, eps, DIM: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
+              STAGES: tl.constexpr):
     """grad_weight [programs, DIM] fp32. The roundings are computed again and passed straight through, as autograd passes through a cast."""
     d = tl.arange(0, DIM)
     w = _cast(tl.load(weight + d).to(tl.float32), gate)
-    total = tl.zeros((DIM,), tl.float32)
-    for tile in range(TILES):
+    total = tl.zeros((ROWS, DIM), tl.float32)
+    for tile in tl.range(0, TILES, num_stages=STAGES):
         row = (tl.program_id(0).to(tl.int64) * TILES + tile) * ROWS + tl.arange(0, ROWS)
         at = row[:, None] * DIM + d[None, :]
         mask = (row < rows)[:, None]
@@ -63,12 +77,12 @@ def _backward(o, weight, gate, grad, grad_o, grad_gate, grad_weight, rows, eps, 
         rounded = _cast(unit, gate)
         gated = 1.0 / (1.0 + tl.exp(-g))
         after = dy * gated
-        total += tl.sum(after * rounded, axis=0)
+        total = tl.fma(after, rounded, total)
         tl.store(grad_gate + at, (dy * _cast(rounded * w[None, :], gate) * gated * (1.0 - gated)).to(grad_gate.dtype.element_ty), mask=mask)
         inner = after * w[None, :]
         dx = scale * (inner - unit * (tl.sum(inner * unit, axis=1) / DIM)[:, None])
         tl.store(grad_o + at, dx.to(grad_o.dtype.element_ty), mask=mask)
-    tl.store(grad_weight + tl.program_id(0) * DIM + d, total)
+    tl.store(grad_weight + tl.program_id(0) * DIM + d, tl.sum(total, axis=0))
 
 
 def forward(o: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor, eps: float, rows_a_tile: int = ROWS) -> torch.Tensor:
@@ -82,14 +96,15 @@ def forward(o: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor, eps: floa
 
 
 def backward(
-    o: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor, grad: torch.Tensor, eps: float, rows_a_tile: int = ROWS
+    o: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor, grad: torch.Tensor, eps: float, built: Backward = BACKWARD
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Of the result's gradient: those of o, weight and gate, in their dtypes."""
     o, weight, gate, grad = o.contiguous(), weight.contiguous(), gate.contiguous(), grad.contiguous()
     grad_o, grad_gate = torch.empty_like(o), torch.empty_like(gate)
     rows = gate.numel() // DIM
-    programs = triton.cdiv(rows, rows_a_tile * TILES)
+    programs = triton.cdiv(rows, built.rows * built.tiles)
     parts = torch.empty(programs, DIM, dtype=torch.float32, device=o.device)
     if rows:
-        _backward[(programs,)](o, weight, gate, grad, grad_o, grad_gate, parts, rows, eps, DIM=DIM, ROWS=rows_a_tile, TILES=TILES, num_warps=_WARPS, **_STRICT)
+        _backward[(programs,)](o, weight, gate, grad, grad_o, grad_gate, parts, rows, eps, DIM=DIM, ROWS=built.rows, TILES=built.tiles, STAGES=built.stages,
+                               num_warps=built.warps, **_STRICT)
     return grad_o, parts.sum(0).to(weight.dtype), grad_gate

@@ -44,7 +44,7 @@ def compiled() -> dict[str, CompiledKernel]:
     return found
 
 
-@pytest.mark.parametrize(("name", "programs"), [("prefill", 10), ("conv backward", 6), ("decode", 10), ("replay", 10), ("norm", 5), ("norm backward", 3)])
+@pytest.mark.parametrize(("name", "programs"), [("prefill", 10), ("conv backward", 6), ("decode", 10), ("replay", 10), ("norm", 5), ("norm backward", 5)])
 def test_enough_programs_fit_a_multiprocessor_and_nothing_is_spilled(name: str, programs: int) -> None:
     kernel = compiled()[name]
     assert kernel.stack == 0
@@ -56,7 +56,7 @@ def test_enough_programs_fit_a_multiprocessor_and_nothing_is_spilled(name: str, 
 def test_every_value_moves_in_accesses_of_16_bytes_and_is_rounded_by_itself(name: str) -> None:
     kernel = compiled()[name]
     sass = kernel.sass()
-    assert "LDG.E.128" in sass
+    assert "LDG.E.128" in sass or "LDGSTS.E.BYPASS.128" in sass
     assert "STG.E.128" in sass
     assert "LDG.E.U16" not in sass
     assert " ATOM" not in sass
