@@ -16,8 +16,9 @@ import torch
 import triton
 import triton.language as tl
 
+from driftline.kernels.linear.triton import described
 from driftline.kernels.mla_prefill.shapes import Sizes
-from driftline.kernels.mla_prefill.triton_forward import extent, tiles_of
+from driftline.kernels.mla_prefill.triton_forward import extent, numbers_at, row_numbers, tiles_of
 
 __all__ = ["KEYS", "KEYS_DEFAULT", "QUERIES", "QUERIES_DEFAULT", "Configuration", "backward"]
 
@@ -39,17 +40,24 @@ KEYS = (KEYS_DEFAULT, Configuration(32, 128, 8, 2), Configuration(32, 64, 4, 3))
 
 
 @triton.jit
-def _prepare(out, grad, rounded, delta, rows, VALUE: tl.constexpr, ROWS: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    at = row[:, None] * VALUE + tl.arange(0, VALUE)[None, :]
-    live = row < rows
+def _prepare(out, grad, rounded, delta, starts, starts_k, tiles, stride, HEADS: tl.constexpr, VALUE: tl.constexpr, QUERIES: tl.constexpr):
+    tile = tl.program_id(0)
+    head = tl.program_id(1)
+    sequence = tl.load(tiles + 2 * tile)
+    if sequence < 0:
+        return
+    first, begin, _, length, _, _ = extent(tiles, tile, sequence, starts, starts_k)
+    row = first + tl.arange(0, QUERIES)
+    at = (begin.to(tl.int64) + row)[:, None] * (HEADS * VALUE) + head * VALUE + tl.arange(0, VALUE)[None, :]
+    live = row < length
     g = tl.load(grad + at, mask=live[:, None], other=0.0).to(rounded.dtype.element_ty)
     tl.store(rounded + at, g, mask=live[:, None])
-    tl.store(delta + row, tl.sum(tl.load(out + at, mask=live[:, None], other=0.0).to(tl.float32) * g.to(tl.float32), axis=1), mask=live)
+    total = tl.sum(tl.load(out + at, mask=live[:, None], other=0.0).to(tl.float32) * g.to(tl.float32), axis=1)
+    tl.store(delta + head.to(tl.int64) * stride + numbers_at(begin, sequence) + row, total, mask=live)
 
 
 @triton.jit
-def _queries(q, kv, k_shared, grad, lse, delta, starts, starts_k, tiles, dq, count, scale, factor, HEADS: tl.constexpr, NOPE: tl.constexpr,
+def _queries(q, kv, k_shared, grad, lse, delta, stride, starts, starts_k, tiles, dq, count, scale, factor, HEADS: tl.constexpr, NOPE: tl.constexpr,
              SHARED: tl.constexpr, VALUE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr):
     tile = count - 1 - tl.program_id(0)
     head = tl.program_id(1)
@@ -68,8 +76,9 @@ def _queries(q, kv, k_shared, grad, lse, delta, starts, starts_k, tiles, dq, cou
     q_nope = tl.load(q + at_query + n[None, :], mask=live[:, None], other=0.0)
     q_shared = tl.load(q + at_query + (NOPE + e)[None, :], mask=live[:, None], other=0.0)
     g = tl.load(grad + top_row * (HEADS * VALUE) + head * VALUE + row[:, None] * (HEADS * VALUE) + f[None, :], mask=live[:, None], other=0.0)
-    top = tl.load(lse + top_row * HEADS + head + row * HEADS, mask=live, other=float("inf"))
-    mean = tl.load(delta + top_row * HEADS + head + row * HEADS, mask=live, other=0.0)
+    of_row = head.to(tl.int64) * stride + numbers_at(begin, sequence) + first + row
+    top = tl.load(lse + of_row, mask=live, other=float("inf"))
+    mean = tl.load(delta + of_row, mask=live, other=0.0)
     position = first + row + ahead
     d_nope = tl.zeros((QUERIES, NOPE), tl.float32)
     d_shared = tl.zeros((QUERIES, SHARED), tl.float32)
@@ -116,6 +125,7 @@ def _keys(q, kv, k_shared, grad, lse, delta, starts, starts_k, tiles, dkv, d_sha
     d_nope = tl.zeros((KEYS, NOPE), tl.float32)
     d_shared = tl.zeros((KEYS, SHARED), tl.float32)
     d_value = tl.zeros((KEYS, VALUE), tl.float32)
+    numbers = numbers_at(begin, sequence)
     # From the first tile of queries, in multiples of QUERIES from the sequence's first, that sees any of these keys.
     earliest = tl.maximum(first - ahead, 0) // QUERIES * QUERIES
     for at in tl.range(earliest, length, QUERIES, num_stages=STAGES):
@@ -125,8 +135,8 @@ def _keys(q, kv, k_shared, grad, lse, delta, starts, starts_k, tiles, dkv, d_sha
         q_nope = tl.load(query + n[None, :], mask=inside[:, None], other=0.0)
         q_shared = tl.load(query + (NOPE + e)[None, :], mask=inside[:, None], other=0.0)
         g = tl.load(grad + here * (HEADS * VALUE) + head * VALUE + i[:, None] * (HEADS * VALUE) + f[None, :], mask=inside[:, None], other=0.0)
-        top = tl.load(lse + here * HEADS + head + i * HEADS, mask=inside, other=float("inf"))
-        mean = tl.load(delta + here * HEADS + head + i * HEADS, mask=inside, other=0.0)
+        top = tl.where(inside, lse.load([head, numbers + at]).reshape(QUERIES), float("inf"))
+        mean = tl.where(inside, delta.load([head, numbers + at]).reshape(QUERIES), 0.0)
         score = tl.dot(r, tl.trans(q_shared))
         score = tl.dot(k, tl.trans(q_nope), score)
         if at + ahead < first + KEYS - 1:
@@ -159,23 +169,25 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dkv, dk_shared) in the inputs' dtype. Beside them: the gradient in that dtype, 4 bytes a query and head, and 4 * shared a key and head."""
     rounded = torch.empty(grad.shape, dtype=q.dtype, device=q.device)
-    delta = torch.empty(lse.shape, dtype=torch.float32, device=q.device)
+    delta = row_numbers(sizes, starts)
     dq, dkv, dk_shared = (torch.empty_like(t) for t in (q, kv, k_shared))
     if sizes.keys == 0 or sizes.queries == 0:
         return dq.zero_(), dkv.zero_(), dk_shared.zero_()
-    rows = sizes.queries * sizes.heads
-    _prepare[(triton.cdiv(rows, 64),)](out, grad, rounded, delta, rows, VALUE=sizes.value, ROWS=64, num_warps=4, enable_fp_fusion=True)
+    of_tiles = tiles_of(starts, sizes.queries, of_queries.queries)
+    _prepare[(of_tiles.shape[0], sizes.heads)](
+        out, grad, rounded, delta, starts, starts_k, of_tiles, delta.stride(0), HEADS=sizes.heads, VALUE=sizes.value, QUERIES=of_queries.queries, num_warps=8,
+        enable_fp_fusion=True,
+    )
     widths = {"HEADS": sizes.heads, "NOPE": sizes.nope, "SHARED": sizes.shared, "VALUE": sizes.value, "enable_fp_fusion": True}
     tiles = tiles_of(starts_k, sizes.keys, of_keys.keys)
     parts = torch.empty(sizes.keys, sizes.heads, sizes.shared, dtype=torch.float32, device=q.device)
     _keys[(tiles.shape[0], sizes.heads)](
-        q, kv, k_shared, rounded, lse, delta, starts, starts_k, tiles, dkv, parts, scale / math.log(2), scale, QUERIES=of_keys.queries, KEYS=of_keys.keys,
+        q, kv, k_shared, rounded, *(described(numbers, 1, of_keys.queries) for numbers in (lse, delta)), starts, starts_k, tiles, dkv, parts, scale / math.log(2), scale, QUERIES=of_keys.queries, KEYS=of_keys.keys,
         STAGES=of_keys.stages, num_warps=of_keys.warps, **widths,
     )
     _shared[(triton.cdiv(sizes.keys, 16),)](parts, dk_shared, sizes.keys, HEADS=sizes.heads, SHARED=sizes.shared, ROWS=16, num_warps=4, enable_fp_fusion=True)
-    tiles = tiles_of(starts, sizes.queries, of_queries.queries)
-    _queries[(tiles.shape[0], sizes.heads)](
-        q, kv, k_shared, rounded, lse, delta, starts, starts_k, tiles, dq, tiles.shape[0], scale / math.log(2), scale, QUERIES=of_queries.queries,
+    _queries[(of_tiles.shape[0], sizes.heads)](
+        q, kv, k_shared, rounded, lse, delta, lse.stride(0), starts, starts_k, of_tiles, dq, of_tiles.shape[0], scale / math.log(2), scale, QUERIES=of_queries.queries,
         KEYS=of_queries.keys, STAGES=of_queries.stages, num_warps=of_queries.warps, **widths,
     )
     return dq, dkv, dk_shared

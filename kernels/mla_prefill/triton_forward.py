@@ -17,7 +17,7 @@ import triton.language as tl
 
 from driftline.kernels.mla_prefill.shapes import Sizes
 
-__all__ = ["CONFIGURATIONS", "DEFAULT", "Configuration", "extent", "forward", "takes", "tiles_of"]
+__all__ = ["CONFIGURATIONS", "DEFAULT", "Configuration", "extent", "forward", "numbers_at", "row_numbers", "takes", "tiles_of"]
 
 
 class Configuration(NamedTuple):
@@ -46,7 +46,13 @@ def extent(tiles, tile, sequence, starts, starts_k):
 
 
 @triton.jit
-def _forward(q, kv, k_shared, starts, starts_k, tiles, out, lse, count, scale, HEADS: tl.constexpr, NOPE: tl.constexpr, SHARED: tl.constexpr,
+def numbers_at(begin, sequence):
+    """Where a sequence's numbers begin in each head's: after those of the sequences before it, at a multiple of 4, which is 16 bytes."""
+    return (begin + 3 * sequence + 3) // 4 * 4
+
+
+@triton.jit
+def _forward(q, kv, k_shared, starts, starts_k, tiles, out, lse, lse_stride, count, scale, HEADS: tl.constexpr, NOPE: tl.constexpr, SHARED: tl.constexpr,
              VALUE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr):
     # The last tiles have the most keys and begin first.
     tile = count - 1 - tl.program_id(0)
@@ -92,7 +98,7 @@ def _forward(q, kv, k_shared, starts, starts_k, tiles, out, lse, count, scale, H
     divisor = tl.where(some, total, 1.0)
     acc = acc / divisor[:, None]
     tl.store(out + top_row * (HEADS * VALUE) + head * VALUE + row[:, None] * (HEADS * VALUE) + f[None, :], acc.to(out.dtype.element_ty), mask=live[:, None])
-    tl.store(lse + top_row * HEADS + head + row * HEADS, tl.where(some, top + tl.log2(divisor), float("inf")), mask=live)
+    tl.store(lse + head.to(tl.int64) * lse_stride + numbers_at(begin, sequence) + first + row, tl.where(some, top + tl.log2(divisor), float("inf")), mask=live)
 
 
 def takes(sizes: Sizes, dtype: torch.dtype) -> bool:
@@ -112,17 +118,23 @@ def tiles_of(starts: torch.Tensor, rows: int, tile: int) -> torch.Tensor:
     return torch.stack([torch.where(sequence < lengths.numel(), sequence, -1), first], 1).to(torch.int32).contiguous()
 
 
+def row_numbers(sizes: Sizes, starts: torch.Tensor) -> torch.Tensor:
+    """Memory for a number a head and query, fp32 [H, T and up to 3 between sequences]: each sequence's begin 16 bytes aligned, for the copy engine."""
+    return torch.empty(sizes.heads, (sizes.queries + 3 * starts.numel()) // 4 * 4 + 4, dtype=torch.float32, device=starts.device)
+
+
 def forward(
     q: torch.Tensor, kv: torch.Tensor, k_shared: torch.Tensor, starts: torch.Tensor, starts_k: torch.Tensor, sizes: Sizes, scale: float,
     out_dtype: torch.dtype, configuration: Configuration = DEFAULT,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out [T, H, value] in out_dtype, log2 of the sum of exp2 of the scores [T, H] fp32: infinite for a query that sees no key) of contiguous inputs."""
+    """(out [T, H, value] in out_dtype, log2 of the sum of exp2 of the scores as `row_numbers`: infinite for a query that sees no key) of
+    contiguous inputs."""
     out = torch.empty(sizes.queries, sizes.heads, sizes.value, dtype=out_dtype, device=q.device)
-    lse = torch.empty(sizes.queries, sizes.heads, dtype=torch.float32, device=q.device)
+    lse = row_numbers(sizes, starts)
     tiles = tiles_of(starts, sizes.queries, configuration.queries)
     if out.numel():
         _forward[(tiles.shape[0], sizes.heads)](
-            q, kv, k_shared, starts, starts_k, tiles, out, lse, tiles.shape[0], scale / math.log(2), HEADS=sizes.heads, NOPE=sizes.nope, SHARED=sizes.shared,
+            q, kv, k_shared, starts, starts_k, tiles, out, lse, lse.stride(0), tiles.shape[0], scale / math.log(2), HEADS=sizes.heads, NOPE=sizes.nope, SHARED=sizes.shared,
             VALUE=sizes.value, QUERIES=configuration.queries, KEYS=configuration.keys, STAGES=configuration.stages, num_warps=configuration.warps,
             enable_fp_fusion=True,
         )
