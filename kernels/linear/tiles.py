@@ -15,23 +15,17 @@ __all__ = ["FLOAT32", "HALF", "Tile", "tile_for", "tiles_of"]
 _MULTIPROCESSORS = 132
 """Of a Hopper GPU in its SXM form. A constant, so that the choice is the same on every machine."""
 
-_BYTES_A_CLOCK = 36
-"""What one multiprocessor takes from L2 in a clock when all of them do: L2 gives 5,120 bytes a clock, less what its two halves exchange."""
-
-
 @dataclass(frozen=True)
 class Tile:
-    """`rows` x `columns` of the output a program, `depth` of K a step of its pipeline of `stages`, by `warps` warps."""
+    """`rows` x `columns` of the output a program, `depth` of K a step of its pipeline of `stages`, by `warps` warps. `cost`: nanoseconds that a program
+    took on an H200 for 64 of K in bf16, with a program's share of each of the 132 multiprocessors busy."""
 
     rows: int
     columns: int
     depth: int
     warps: int
     stages: int
-
-    def clocks(self) -> float:
-        """Of a multiprocessor, for 64 of K in bf16: the larger of the matrix unit's and those that bringing in both operands takes."""
-        return max(self.rows * self.columns / 32, (self.rows + self.columns) * 128 / _BYTES_A_CLOCK)
+    cost: float = 1.0
 
     def count(self, rows: int, columns: int) -> int:
         """Programs for an output of this shape."""
@@ -39,12 +33,12 @@ class Tile:
 
 
 HALF = (
-    Tile(128, 256, 64, warps=8, stages=4),
-    Tile(128, 128, 64, warps=4, stages=3),
-    Tile(128, 64, 64, warps=4, stages=4),
-    Tile(64, 128, 64, warps=4, stages=6),
-    Tile(64, 64, 64, warps=4, stages=6),
-    Tile(64, 32, 64, warps=4, stages=8),
+    Tile(128, 256, 64, warps=8, stages=4, cost=677),
+    Tile(128, 128, 64, warps=8, stages=4, cost=388),
+    Tile(128, 64, 64, warps=4, stages=4, cost=314),
+    Tile(64, 128, 128, warps=4, stages=4, cost=253),
+    Tile(64, 64, 128, warps=4, stages=6, cost=206),
+    Tile(64, 32, 256, warps=4, stages=4, cost=160),
 )
 """For operands of 2 bytes. The pinned configurations; a sweep of `benchmarks/kernels/linear.py` times each of them at each shape."""
 
@@ -57,6 +51,6 @@ def tiles_of(dtype: torch.dtype) -> tuple[Tile, ...]:
 
 
 def tile_for(rows: int, columns: int, dtype: torch.dtype) -> Tile:
-    """The tile of the fewest clocks for an output of this shape: those of one tile times the turns that 132 multiprocessors take. The earlier in the
-    table of equals."""
-    return min(tiles_of(dtype), key=lambda tile: -(-tile.count(rows, columns) // _MULTIPROCESSORS) * tile.clocks())
+    """The tile of the least time for an output of this shape: one program's times the turns that 132 multiprocessors take. The earlier in the table of
+    equals."""
+    return min(tiles_of(dtype), key=lambda tile: -(-tile.count(rows, columns) // _MULTIPROCESSORS) * tile.cost)

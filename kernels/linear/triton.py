@@ -35,6 +35,8 @@ def swizzled(tile, rows, columns, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.
 @triton.jit
 def product(a, b, acc, row, column, depth, A_ROWS: tl.constexpr, B_ROWS: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr):
     """acc [BM, BN] fp32 plus A[row:, :] B[column:, :]^T over all of K, in order. A_ROWS: A lies as [M, K], else as [K, M]; B_ROWS: B as [N, K], else [K, N]."""
+    # Without it the compiler sees a path past the loop, on which the accumulator is set, and waits after every matrix instruction (the assembler's C7515).
+    tl.assume(depth > 0)
     for k in range(0, depth, BK):
         if A_ROWS:
             left = a.load([row, k])
@@ -54,14 +56,13 @@ def _matmul(a, b, out, rows, columns, depth, stride, A_ROWS: tl.constexpr, B_ROW
     row, column = swizzled(tl.program_id(0), rows, columns, BM, BN, GROUP)
     r = row + tl.arange(0, BM)
     c = column + tl.arange(0, BN)
-    at = out + r.to(tl.int64)[:, None] * stride + c[None, :]
     inside = (r < rows)[:, None] & (c < columns)[None, :]
     if ACCUMULATE:
-        acc = tl.load(at, mask=inside, other=0.0)
+        acc = tl.load(out + r.to(tl.int64)[:, None] * stride + c[None, :], mask=inside, other=0.0)
     else:
         acc = tl.zeros((BM, BN), tl.float32)
     acc = product(a, b, acc, row, column, depth, A_ROWS, B_ROWS, BK, PRECISION)
-    tl.store(at, acc.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + r.to(tl.int64)[:, None] * stride + c[None, :], acc.to(out.dtype.element_ty), mask=inside)
 
 
 def described(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
@@ -71,6 +72,14 @@ def described(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor
     if matrix.stride(1) != 1 or matrix.stride(0) < width or matrix.stride(0) % unit or matrix.data_ptr() % 16:
         matrix = matrix.new_empty(height, -(-width // unit) * unit)[:, :width].copy_(matrix)
     return TensorDescriptor(matrix, [height, width], [matrix.stride(0), 1], [rows, columns])
+
+
+def _spread(matrix: torch.Tensor, rows: int) -> torch.Tensor:
+    """The same rows in a matrix of `rows`, whose others hold anything: no row of a product sees another, and those are not stored. Of a few rows alone all
+    programs ask the same few lines of L2 at the same time, which costs more than reading a whole tile of them."""
+    whole = matrix.new_empty(rows, -(-matrix.shape[1] // 8) * 8)[:, : matrix.shape[1]]
+    whole[: matrix.shape[0]].copy_(matrix)
+    return whole
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, a_rows: bool = True, b_rows: bool = True, accumulate: bool = False,
@@ -84,6 +93,8 @@ def matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, a_rows: bool 
     if depth == 0:
         return out if accumulate else out.zero_()
     tile = tile or tile_for(rows, columns, a.dtype)
+    if a_rows and 2 * rows <= tile.rows:
+        a = _spread(a, tile.rows)
     boxes = described(a, *((tile.rows, tile.depth) if a_rows else (tile.depth, tile.rows)))
     others = described(b, *((tile.columns, tile.depth) if b_rows else (tile.depth, tile.columns)))
     _matmul[(tile.count(rows, columns),)](

@@ -39,6 +39,7 @@ def check_matrix_units(kernel: CompiledKernel, tile: Tile) -> None:
     assert found.count("LDGSTS") == 0
     assert found.count("STG.E.128") >= tile.rows * tile.columns * 2 // 16 // (32 * tile.warps)
     assert "wgmma.wait_group.sync.aligned 1" in kernel.ptx
+    assert found.count("WARPGROUP.DEPBAR") <= 2, "one wait a step and one after the last; a wait after every product is what the assembler does when in doubt"
 
 
 @pytest.mark.parametrize("tile", HALF, ids=str)
@@ -47,7 +48,7 @@ def test_forward_of_every_tile_runs_on_the_matrix_units_out_of_shared_memory(til
 
 
 @pytest.mark.parametrize(("tile", "a_rows", "accumulate"), [(HALF[0], True, False), (HALF[0], False, False), (HALF[0], True, True), (HALF[0], False, True),
-                                                            (HALF[4], False, True)])
+                                                            (HALF[1], True, False), (HALF[1], False, False), (HALF[4], False, True)])
 def test_gradients_take_transposed_operands_without_another_path(tile: Tile, a_rows: bool, accumulate: bool) -> None:
     check_matrix_units(compiled(tile, torch.bfloat16, a_rows=a_rows, b_rows=False, accumulate=accumulate), tile)
 
@@ -70,11 +71,19 @@ def test_the_number_of_rows_compiles_nothing_anew() -> None:
     assert len(kernels) == 1
 
 
-def test_k3s_shapes_leave_few_multiprocessors_idle_where_there_is_work() -> None:
-    """Of the shapes of a K3 layer: all from 8,192 rows on, and most at 64, where the tile has to be small instead."""
-    for columns in (7168, 12288, 33792, 163840):
+def test_k3s_shapes_take_the_tiles_that_were_fastest() -> None:
+    """Of the shapes of a K3 layer: the largest tile at 8,192 rows of wide outputs, and at up to 64 rows the widest that gives most multiprocessors one."""
+    for columns in (1536, 3584, 7168, 12288, 33792, 163840):
         assert tile_for(8192, columns, torch.bfloat16) == HALF[0]
-        assert tile_for(64, columns, torch.bfloat16).count(64, columns) >= 90
-    for columns in (576, 1536, 3584):
-        small = tile_for(64, columns, torch.bfloat16)
-        assert all(small.count(64, columns) >= tile.count(64, columns) for tile in HALF if tile.columns >= 64)
+    assert tile_for(8192, 576, torch.bfloat16) == HALF[1]
+    taken = {columns: tile_for(64, columns, torch.bfloat16).columns for columns in (576, 1536, 3584, 7168, 12288, 33792)}
+    assert taken == {576: 32, 1536: 32, 3584: 32, 7168: 64, 12288: 128, 33792: 128}
+    assert all(tile_for(rows, columns, torch.bfloat16) == tile_for(64, columns, torch.bfloat16) for rows in (1, 2, 7) for columns in taken)
+
+
+def test_few_rows_are_spread_over_a_whole_tile() -> None:
+    """They compile nothing else, and change no result: see test_linear_device and interpreted_linear."""
+    with compiling_for(90) as kernels:
+        for rows in (1, 32, 33, 64):
+            matmul(matrix(rows, K), matrix(N, K), matrix(rows, N))
+    assert len(kernels) == 1

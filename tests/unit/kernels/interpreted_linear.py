@@ -79,6 +79,16 @@ def test_rows_that_the_copy_engine_cannot_take_are_copied() -> None:
         torch.testing.assert_close(matmul(x, w, poisoned(x.shape[0], 9, torch.float32), tile=SMALL), x.float() @ w.float().t(), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("rows", [1, 3, 31, 32, 33])
+def test_few_rows_beside_memory_of_anything_are_those_rows_products(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tile that is half empty is read whole, of memory that nobody wrote: here of NaNs."""
+    a, b = drawn(rows, 41), drawn(40, 41, seed=1)
+    wanted = (a.double() @ b.double().t()).float()
+    tile = Tile(64, 32, 16, warps=4, stages=2)
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda self, *shape, **options: torch.full(shape, float("nan"), dtype=self.dtype))
+    torch.testing.assert_close(matmul(a, b, poisoned(rows, 40, torch.float32), tile=tile), wanted, rtol=1e-4, atol=1e-4)
+
+
 def test_nothing_beside_the_output_is_written() -> None:
     whole = poisoned(40, 64)
     matmul(drawn(20, 24), drawn(24, 24, seed=1), whole[5:25, 8:32], tile=SMALL)
