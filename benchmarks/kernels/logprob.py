@@ -73,8 +73,7 @@ def sweep(only: str) -> None:
     from driftline.kernels.linear.tiles import Tile
     from driftline.kernels.logprob import triton as kernels
 
-    candidates = (kernels.TILES[2], Tile(128, 256, 64, warps=8, stages=3), Tile(128, 128, 64, warps=4, stages=3), Tile(128, 128, 64, warps=8, stages=4),
-                  Tile(64, 256, 64, warps=4, stages=4))
+    candidates = (*kernels.TILES[2], Tile(128, 256, 64, warps=8, stages=3), Tile(128, 128, 64, warps=8, stages=4))
     for count in (64, 1024, 8192):
         if only not in str(count):
             continue
@@ -82,7 +81,7 @@ def sweep(only: str) -> None:
         inverse = torch.full((count,), 1 / 0.7, device="cuda")
         for tile in candidates:
             ms = measure(partial(kernels.forward, hidden, weight, ids, inverse, tile=tile), rounds=10).median_ms
-            print(f"forward {count:5} rows {tile}: {ms:.4f} ms, {2 * count * V * D / ms / 1e9:.0f} TFLOP/s{' *' if tile == kernels.TILES[2] else ''}")
+            print(f"forward {count:5} rows {tile}: {ms:.4f} ms, {2 * count * V * D / ms / 1e9:.0f} TFLOP/s{' *' if tile == kernels.tile_for(count, 2) else ''}")
         normaliser = kernels.forward(hidden, weight, ids, inverse)[2]
         for width in (4096, 8192, 16384, 32768):
             call = partial(kernels.gradients, hidden, weight, ids, inverse, normaliser, inverse, to_hidden=True, to_weight=True, width=width)

@@ -3,7 +3,7 @@
 
 `_statistics` makes a tile of logits (rows x 256 tokens of the vocabulary) and keeps of each row the largest, the sum of the exponentials below it and
 their mean's numerator; the tile that holds the row's token also keeps its logit. `_combine` takes a row's tiles together in the order of the vocabulary.
-Every row is computed by the same tile whatever their number is, so its bits are its own.
+Every row meets the same columns whatever their number is, so its bits are its own.
 
 `_gradient` makes the same tile again and writes the gradient to its logits, in a part of the vocabulary at a time; two products per part take it to
 `hidden` and `weight`. Their accumulators are carried from part to part in fp32, so the parts' width, which the number of rows decides, is not in the bits.
@@ -18,15 +18,16 @@ import triton.language as tl
 from driftline.kernels.linear.tiles import FLOAT32, Tile
 from driftline.kernels.linear.triton import described, matmul, product, swizzled
 
-__all__ = ["TILES", "forward", "gradients", "part_width"]
+__all__ = ["TILES", "forward", "gradients", "part_width", "tile_for"]
 
-TILES: dict[int, Tile] = {2: Tile(128, 256, 64, warps=8, stages=4), 4: FLOAT32[0]}
-"""By the operands' bytes an element; the only configuration for any number of rows. The pinned one; `benchmarks/kernels/logprob.py --sweep` times others."""
+TILES: dict[int, tuple[Tile, ...]] = {2: (Tile(64, 256, 64, warps=4, stages=4), Tile(128, 256, 64, warps=8, stages=4)), 4: FLOAT32[:1]}
+"""By the operands' bytes an element. Rows that fit the first take it, others the last. Both go through the vocabulary in the same columns and add these up
+by the same tree, so the choice is not in a row's bits. `benchmarks/kernels/logprob.py --sweep` times others."""
 
 ROWS_AT_ONCE = 8192
 """Rows that one launch takes: what bounds the workspace of both ways."""
 
-WORKSPACE = 2**27
+WORKSPACE = 2**29
 """Bytes of logits' gradients that are held at a time, but for 1,024 tokens' at least."""
 
 _GROUP = 8
@@ -116,6 +117,12 @@ def _gradient(hidden, weight, ids, inverse, normaliser, upstream, out, rows, wid
     tl.store(out + r.to(tl.int64)[:, None] * stride + c[None, :], d.to(out.dtype.element_ty), mask=(r < rows)[:, None] & (c < width)[None, :])
 
 
+def tile_for(rows: int, element_size: int) -> Tile:
+    """The pinned tile for so many rows."""
+    few, *_ = tiles = TILES[element_size]
+    return few if rows <= few.rows else tiles[-1]
+
+
 def _options(dtype: torch.dtype, tile: Tile) -> dict[str, object]:
     return {"BM": tile.rows, "BN": tile.columns, "BK": tile.depth, "PRECISION": "ieee" if dtype == torch.float32 else "tf32", "GROUP": _GROUP,
             "num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": True}
@@ -130,7 +137,7 @@ def forward(hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, inver
     """(logprob, entropy, log of the normaliser), each fp32 [N]. `inverse` fp32 [N]: one over the temperatures. Of an id outside the vocabulary the
     log-probability is NaN. `tile`: other than the pinned one, for a benchmark."""
     rows, vocabulary = hidden.shape[0], weight.shape[0]
-    tile = tile or TILES[hidden.element_size()]
+    tile = tile or tile_for(rows, hidden.element_size())
     tiles = tile.count(1, vocabulary)
     logprob, entropy, normaliser = (torch.empty(rows, dtype=torch.float32, device=hidden.device) for _ in range(3))
     held = min(rows, ROWS_AT_ONCE)
@@ -179,7 +186,7 @@ def gradients(hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, inv
             for i, block in enumerate(span):
                 count = block.stop - block.start
                 of_logits = space[:count, : some.shape[0]]
-                tile = TILES[hidden.element_size()]
+                tile = tile_for(count, hidden.element_size())
                 _gradient[(tile.count(count, some.shape[0]),)](
                     *_operands(hidden[block], some, tile), ids[block], inverse[block], normaliser[block], upstream[block], of_logits, count,
                     some.shape[0], d, of_logits.stride(0), first, ROUND=round_logits, **_options(hidden.dtype, tile),

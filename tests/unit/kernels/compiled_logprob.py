@@ -28,10 +28,11 @@ def check_product(kernel: CompiledKernel, *, spilt: int, wide_stores: int) -> No
     assert kernel.stack <= spilt
     assert kernel.shared <= SHARED_LIMIT
     assert found.count("HGMMA") == 4
-    assert found.count("UTMALDG") >= 2 * kernels.TILES[2].stages
+    assert found.count("UTMALDG") >= 2 * kernels.TILES[2][0].stages
     assert found.count("STG.E.128") == wide_stores
     assert found.count("MUFU") >= 128, "an exponential for each of a thread's 128 logits"
     assert "wgmma.wait_group.sync.aligned 1" in kernel.ptx
+    assert found.count("WARPGROUP.DEPBAR") <= 2, "one wait a step and one after the last"
 
 
 def test_a_tile_of_logits_becomes_three_numbers_a_row() -> None:
@@ -41,6 +42,14 @@ def test_a_tile_of_logits_becomes_three_numbers_a_row() -> None:
         check_product(found["_statistics"], spilt=64, wide_stores=0)
         assert found["_statistics"].grid == (N // 128 * V // 256,)
         assert found["_combine"].stack == 0
+
+
+def test_few_rows_take_half_a_tile_of_the_same_columns() -> None:
+    found = compiled(torch.bfloat16, rows=64)
+    check_product(found["_statistics"], spilt=64, wide_stores=0)
+    assert (found["_statistics"].grid, found["_statistics"].warps) == ((V // 256,), 4)
+    assert {tile.columns for tile in kernels.TILES[2]} == {256}, "another number of columns is another tree of sums"
+    check_product(compiled(torch.bfloat16, rows=64, backward=True)["_gradient"], spilt=0, wide_stores=16)
 
 
 def test_a_vocabulary_that_ends_inside_of_a_tile_still_fits() -> None:

@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.usefixtures("dot_in_order"), pytest.mark.filterwarning
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of which a small vocabulary has many, rows in several launches, and gradients in several parts."""
     tile = Tile(16, 32, 16, warps=4, stages=2)
-    monkeypatch.setattr(kernels, "TILES", {2: tile, 4: tile})
+    monkeypatch.setattr(kernels, "TILES", {2: (tile,), 4: (tile,)})
     monkeypatch.setattr(kernels, "ROWS_AT_ONCE", 32)
 
 
