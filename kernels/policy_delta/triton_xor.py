@@ -28,8 +28,8 @@ class Configuration(NamedTuple):
     warps: int
 
 
-DEFAULT = Configuration(2048, 4)
-CONFIGURATIONS = (DEFAULT, Configuration(4096, 8), Configuration(4096, 4), Configuration(8192, 8), Configuration(2048, 8), Configuration(1024, 4))
+DEFAULT = Configuration(4096, 8)
+CONFIGURATIONS = (DEFAULT, Configuration(2048, 4), Configuration(1024, 4))
 """What runs, and what the benchmark's sweep times beside it."""
 
 
