@@ -163,6 +163,16 @@ def test_loading_reads_every_byte_once_and_holds_one_matrix_at_a_time(tmp_path: 
     assert reads.held == 0
 
 
+def test_values_and_scales_in_files_of_their_own_are_not_opened_over_and_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = stored(packed_checkpoint(tmp_path))
+    scales = {name: tensor for name, tensor in tensors.items() if name.endswith("_scale")}
+    files = {"model-00001-of-00002.safetensors": {n: t for n, t in tensors.items() if n not in scales}, "model-00002-of-00002.safetensors": scales}
+    reshard(tmp_path, files)
+    reads = Reads(monkeypatch)
+    load_checkpoint(str(tmp_path), experts=Quantisation.NONE)
+    assert sorted(reads.opened) == sorted(files)
+
+
 def test_packing_while_loading_reads_each_matrix_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_checkpoint(rounded_model(), tmp_path)
     reads = Reads(monkeypatch)

@@ -76,6 +76,7 @@ def test_any_depth_and_width_is_a_model_whose_experts_can_be_packed(layers: int,
     assert all(config.is_kda(i) == ((i + 1) % 4 != 0) for i in range(layers - 1))
     assert config.moe_intermediate_size % 128 == config.routed_expert_hidden_size % 128 == 0
     assert -(-layers // config.attn_res_block_size) <= 8
+    assert layers > 8 * (config.attn_res_block_size - 1), "no block is longer than eight of them need"
     assert 2 <= config.num_experts_per_token <= config.num_experts
 
 
