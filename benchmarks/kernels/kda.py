@@ -133,14 +133,13 @@ def candidates() -> dict[str, Config]:
     """The pinned configuration and what may beat it: one kernel's numbers changed at a time."""
     return {
         "pinned": PINNED,
-        "scan: 128 values, 8 warps, 2 stages": replace(PINNED, scan_values=128, scan_warps=8, scan_stages=2),
         "scan: 2 stages": replace(PINNED, scan_stages=2),
         "scan: 8 warps": replace(PINNED, scan_warps=8),
         "prepare: 255 registers": replace(PINNED, prepare_registers=255),
+        "values: 64 channels, 168 registers": replace(PINNED, values_wide=64, values_registers=168),
+        "values: 168 registers": replace(PINNED, values_registers=168),
         "gradients: 168 registers": replace(PINNED, gradients_registers=168),
-        "prepare: 8 warps": replace(PINNED, prepare_warps=8),
         "gradients: 16 channels": replace(PINNED, gradients_wide=16),
-        "gradients: 16 channels, 168 registers": replace(PINNED, gradients_wide=16, gradients_registers=168),
     }
 
 

@@ -111,7 +111,7 @@ def sweep() -> list[Row]:
     out = []
     x, weight, tail = noise(1, 8192, CHANNELS), noise(CHANNELS, 4, dtype=torch.float32), noise(1, 3, CHANNELS)
     grad = noise(1, 8192, CHANNELS)
-    for channels, steps, warps in ((512, 64, 2), (512, 128, 2), (512, 32, 2), (1024, 64, 4), (256, 64, 1), (256, 64, 2)):
+    for channels, steps, warps in ((256, 64, 2), (256, 128, 2), (512, 64, 4), (512, 64, 2), (512, 128, 4), (128, 64, 1)):
         configuration = conv.Configuration(channels, steps, warps)
         out.append(Row(f"forward, {configuration}", measure(partial(conv.forward, x, weight, tail, None, configuration)).median_ms, bytes=2 * x.nbytes))
         out.append(Row(f"backward, {configuration}", measure(partial(conv.backward, x, weight, tail, grad, configuration)).median_ms, bytes=3 * x.nbytes))

@@ -156,6 +156,7 @@ def gradients(q, k, z, a_log, dt_bias, do, matrices, shares, owner, first, bound
         k_along += tl.sum(keys * dkey, axis=1)
 
         since_high, since_low = split(product)
+        # loaded together, so that no right operand of 64-byte rows begins where a left one of 128-byte rows does: CUDA 12.8's assembler confuses the two
         since, until = matrix(shares + still, SINCE, CHUNK), matrix(shares + still, UNTIL, CHUNK)
         dgate = add_dot(since, since_high, add_dot(since, since_low, add_dot(until, until_high, dot(until, until_low)))) + last[None, :]
         raw = gates(z, dt_bias, speed, begin, valid, head, heads, channel, WIDE, CHUNK, WIDTH)

@@ -7,9 +7,6 @@ With V' what the chunk writes to the state, S and dS the state's gradient at its
     D = tril(do V'^T)                E = -tril(dv V'^T, -1)
 
 <dX, r> of the recurrence's residual r is <dX, V'> / beta, so dbeta needs no division. D and E are left where w was, which is dead by then.
-
-A launch apart from `gradients`: in one kernel, both parts' matrix descriptors are more than the 63 uniform registers, and the assembler of CUDA 12.9
-then reads some that nothing has written.
 """
 
 from __future__ import annotations

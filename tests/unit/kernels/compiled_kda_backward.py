@@ -16,8 +16,8 @@ from driftline.kernels.offline import SHARED_LIMIT, CompiledKernel, compiling_fo
 
 torch.set_num_threads(1)
 
-SPILLED = {"prepare": 512, "scan": 0, "values": 64, "gradients": 1280, "fold": 0}
-"""Bytes a thread that may go to the stack, and stay in the first cache. prepare and values give up registers for a third program on a multiprocessor;
+SPILLED = {"prepare": 512, "scan": 0, "values": 0, "gradients": 768, "fold": 0}
+"""Bytes a thread that may go to the stack, and stay in the first cache. prepare gives up registers for a third program on a multiprocessor;
 gradients holds eleven tiles of [64, 32] at a time."""
 
 
@@ -66,7 +66,7 @@ def test_every_product_takes_descriptors_that_the_code_computes() -> None:
     for kernel in compiled():
         if kernel.name in ("prepare", "values", "gradients"):
             found = descriptors(kernel.sass(), 4)
-            assert len(found) > 90
+            assert len(found) >= 64
             assert all(tile is not None and 0 <= (tile & 0x3FFF) << 4 < kernel.shared for tile in found), kernel
             without = re.sub(r"[^\n]*SR_CgaCtaId[^\n]*\n", "", kernel.sass())
             assert None in descriptors(without, 4), "what is left out would be seen"

@@ -16,7 +16,7 @@ torch.set_num_threads(1)
 
 
 def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
+    return float((found.detach().double() - wanted.detach().double()).norm() / wanted.detach().double().norm())
 
 
 @pytest.mark.parametrize("steps", [1, 70])
