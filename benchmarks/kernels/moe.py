@@ -90,17 +90,20 @@ def sweep(z: torch.Tensor, weights: Sequence[ExpertWeight], only: str) -> None:
     """Candidates for each size, timed; the one that is pinned is marked."""
     key = (Form.MXFP4, False)
     table = grouped.TABLE[key]
+    narrow = {n: Grouping(((n, 0),)) for n in (16, 32)}
+    eight, four = (Product(128, 8, 4), Product(256, 8, 4)), (Product(64, 4, 3), Product(128, 4, 3))
+    two_steps = (Product(64, 4, 2, 2), Product(128, 4, 2, 2))
     wide = table[-1].grouping
     candidates = {
-        1: [Pinned(Grouping(((16, 0),)), Product(64, 4, s, k), Product(m, 4, s, k)) for m in (64, 128) for s, k in ((3, 1), (4, 1), (2, 2), (3, 2))],
-        64: [Pinned(Grouping(((n, 0),)), Product(64, 4, s, k), Product(128, 4, s, k)) for n in (16, 32) for s, k in ((3, 1), (4, 1), (2, 2), (3, 2))],
-        256: [Pinned(Grouping(((n, 0),)), Product(64, 4, s), Product(128, 4, s)) for n in (16, 32, 64) for s in (3, 4)],
-        1024: [Pinned(Grouping(((32, 0),)), Product(64, 4, 4), Product(128, 4, 4)), Pinned(Grouping(((32, 0), (64, 0))), Product(64, 4, 3), Product(128, 4, 3)),
-               Pinned(Grouping(((32, 0), (64, 0))), Product(128, 8, 3), Product(256, 8, 3))],
-        8192: [Pinned(wide, Product(128, 8, s), Product(256, 8, s)) for s in (3, 4)]
-        + [Pinned(Grouping(((128, 32),)), Product(128, 8, 3), Product(256, 8, 3)), Pinned(Grouping(((32, 0), (128, 32))), Product(128, 8, 3), Product(256, 8, 3)),
-           Pinned(Grouping(((64, 0), (128, 0))), Product(64, 4, 3), Product(128, 4, 3)),
-           Pinned(Grouping(((32, 0), (64, 0), (64, 32))), Product(128, 8, 3), Product(256, 8, 3))],
+        1: [Pinned(narrow[16], *four), Pinned(narrow[16], *two_steps), Pinned(narrow[16], Product(64, 4, 2, 2), Product(64, 4, 2, 2))],
+        64: [Pinned(narrow[16], *four), Pinned(narrow[16], *two_steps), Pinned(narrow[32], *two_steps)],
+        512: [Pinned(narrow[16], *two_steps), Pinned(narrow[16], Product(64, 4, 2, 2), Product(64, 4, 2, 2)), Pinned(narrow[32], *four)],
+        1024: [Pinned(narrow[32], *two_steps), Pinned(narrow[32], *four), Pinned(narrow[32], *eight, gathered=True)],
+        2048: [Pinned(Grouping(((32, 0), (64, 0))), *four), Pinned(Grouping(((32, 0), (64, 0))), *eight, gathered=True)],
+        4096: [Pinned(Grouping(((32, 0), (64, 0), (64, 32))), Product(128, 8, 3), Product(256, 8, 3)),
+               Pinned(Grouping(((32, 0), (64, 0), (64, 32))), *eight, gathered=True)],
+        8192: [Pinned(wide, Product(128, 8, 3), Product(256, 8, 3)), Pinned(wide, *eight, gathered=True),
+               Pinned(Grouping(((128, 32),)), *eight, gathered=True)],
     }
     for tokens, given in candidates.items():
         if only and only != str(tokens):

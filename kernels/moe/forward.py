@@ -73,14 +73,14 @@ def forward(
         h, y = h_all[: pairs * inner].view(pairs, inner), y_all[: pairs * latent].view(pairs, latent)
         hs = hs_all[: pairs * (inner // _STRIDE)].view(inner // _STRIDE, pairs) if fp8 else hs_all
         rows = plan(ids[part], experts, configuration.grouping.block)
-        if configuration.ahead is not None and isinstance(w1, Mxfp4Weight) and isinstance(w3, Mxfp4Weight) and isinstance(w2, Mxfp4Weight):
+        if configuration.gathered and isinstance(w1, Mxfp4Weight) and isinstance(w3, Mxfp4Weight) and isinstance(w2, Mxfp4Weight):
             from driftline.kernels.moe import gluon_packed as packed
 
             # the gathered rows lie where y will be: they are read for the last time before it is written
             row_kernels.gather(z[part], rows, y, top_k=top_k, form=form, rounding=activations)
             packed.up(y, w1, w3, rows, h, beta=beta, linear_beta=linear_beta, grouping=configuration.grouping, product=configuration.up,
-                      ahead=configuration.ahead, rounding=activations)
-            packed.down(h, w2, rows, y, grouping=configuration.grouping, product=configuration.down, ahead=configuration.ahead)
+                      rounding=activations)
+            packed.down(h, w2, rows, y, grouping=configuration.grouping, product=configuration.down)
         else:
             x, xs = row_kernels.prepare(z[part], form, activations)
             products.up(x, xs, w1, w3, rows, h, hs, top_k=top_k, beta=beta, linear_beta=linear_beta, grouping=configuration.grouping,

@@ -3,7 +3,7 @@
 
 The same tiles, sums and bits as `triton_forward`, out^T = W x^T with K in the same order, for experts with many rows. What is different is who waits for what:
 
-* packed weights go from memory into the registers of the threads that decode them, one stretch of 128 of K ahead (and into L2 some stretches before that);
+* packed weights go from memory into the registers of the threads that decode them, one stretch of 128 of K ahead;
 * 32 columns are decoded while the matrix unit multiplies the 32 before: it is waited for only when its weights' registers are needed again;
 * the rows of x lie one after another (`triton_rows.gather`), so a tile of them is one copy by descriptor, some stretches ahead;
 * results go from the accumulators to memory with no stop in shared memory: which feature is which row of the matrix unit is chosen so that what a thread
@@ -80,12 +80,6 @@ def _ask(words, scales, at, at_scale, kb):
 
 
 @gluon.jit
-def _hint(places):
-    """To L2, without waiting and without a register."""
-    gl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [places], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
 def _factor(scale, quarter):
     """2^(scale - 1) in both halves of a word, of each row and quarter; as `mxfp4.triton.bfloat16_words`."""
     byte = (scale[:, None] >> (8 * quarter)[None, :]) & 0xFF
@@ -118,7 +112,7 @@ def _fetch(x, tile, bar, row, kb, slot, N0: gl.constexpr, N1: gl.constexpr, ther
 
 
 @gluon.jit
-def _products(x, row, wa, sa, wb, sb, K: gl.constexpr, N0: gl.constexpr, N1: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
+def _products(x, row, wa, sa, wb, sb, K: gl.constexpr, N0: gl.constexpr, N1: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr,
               ORDERED: gl.constexpr):
     """(a0, a1, b0, b1) fp32 [BM, N0] and [BM, N1]: two matrices' BM = 16 WARPS rows times rows row.. of x; without N1, a1 and b1 are a0 and b0."""
     BM: gl.constexpr = 16 * WARPS
@@ -140,14 +134,9 @@ def _products(x, row, wa, sa, wb, sb, K: gl.constexpr, N0: gl.constexpr, N1: gl.
     quarter = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, W)))
     word = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, W)))
     at_scale = _feature(gl.arange(0, BM, gl.SliceLayout(1, gl.SliceLayout(2, W))), ORDERED) * KB
-    near = (at_scale * 16)[:, None] + (quarter * 4)[None, :]
-    at = near[:, :, None] + word[None, None, :]
+    at = (at_scale * 16)[:, None, None] + (quarter * 4)[None, :, None] + word[None, None, :]
     next_a, next_scale_a = _ask(wa, sa, at, at_scale, 0)
     next_b, next_scale_b = _ask(wb, sb, at, at_scale, 0)
-    if AHEAD > 0:
-        for kb in gl.static_range(1, min(AHEAD, KB)):
-            _hint(wa + kb * 16 + near)
-            _hint(wb + kb * 16 + near)
     a0 = gl.zeros((BM, N0), gl.float32, L0)
     b0 = warpgroup_mma_init(gl.zeros((BM, N0), gl.float32, L0))
     if N1 > 0:
@@ -163,10 +152,6 @@ def _products(x, row, wa, sa, wb, sb, K: gl.constexpr, N0: gl.constexpr, N1: gl.
         following = gl.minimum(kb + 1, KB - 1)
         next_a, next_scale_a = _ask(wa, sa, at, at_scale, following)
         next_b, next_scale_b = _ask(wb, sb, at, at_scale, following)
-        if AHEAD > 0:
-            later = gl.minimum(kb + AHEAD, KB - 1)
-            _hint(wa + later * 16 + near)
-            _hint(wb + later * 16 + near)
         for i in gl.static_range(4):
             part = _decoded(words_a, factor_a, i, WARPS, N0)
             a0 = warpgroup_mma(part, tile0.index(slot).slice(i * 32, 32, dim=1).permute((1, 0)), a0, is_async=True)
@@ -224,10 +209,10 @@ def _rounded(value):
 
 @gluon.jit
 def _up_tile(x, w1, s1, w3, s3, h, expert, feature0, start, count, beta, linear_beta, over_beta, over_linear_beta, K: gl.constexpr, F: gl.constexpr,
-             N0: gl.constexpr, N1: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr, ROUNDED: gl.constexpr):
+             N0: gl.constexpr, N1: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr, ROUNDED: gl.constexpr):
     first = expert.to(gl.int64) * F + feature0
     g0, g1, u0, u1 = _products(x, start, w1 + first * (K // 8), s1 + first * (K // 128), w3 + first * (K // 8), s3 + first * (K // 128), K, N0, N1, WARPS,
-                               STAGES, AHEAD, True)
+                               STAGES, True)
     if N1 > 0:
         value = _situ(g1, u1, beta, linear_beta, over_beta, over_linear_beta)
         _put(_rounded(value) if ROUNDED else value, h, feature0, start + N0, count - N0, F)
@@ -237,7 +222,7 @@ def _up_tile(x, w1, s1, w3, s3, h, expert, feature0, start, count, beta, linear_
 
 @gluon.jit
 def _up(x32, x64, x128, w1, s1, w3, s3, starts, tile_expert, tile_start, h, beta, linear_beta, over_beta, over_linear_beta, K: gl.constexpr,
-        F: gl.constexpr, BLOCK: gl.constexpr, WIDTHS: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr, ROUNDED: gl.constexpr):
+        F: gl.constexpr, BLOCK: gl.constexpr, WIDTHS: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr, ROUNDED: gl.constexpr):
     BM: gl.constexpr = 16 * WARPS
     number = gl.program_id(0) // (F // BM)
     feature0 = gl.program_id(0) % (F // BM) * BM
@@ -248,17 +233,17 @@ def _up(x32, x64, x128, w1, s1, w3, s3, starts, tile_expert, tile_start, h, beta
         for i in gl.static_range(1, len(WIDTHS)):
             if (count > WIDTHS[i - 1][0] + WIDTHS[i - 1][1]) & (count <= WIDTHS[i][0] + WIDTHS[i][1]):
                 _up_tile((x32, x64, x128), w1, s1, w3, s3, h, expert, feature0, start, count, beta, linear_beta, over_beta, over_linear_beta, K, F,
-                         WIDTHS[i][0], WIDTHS[i][1], WARPS, STAGES, AHEAD, ROUNDED)
+                         WIDTHS[i][0], WIDTHS[i][1], WARPS, STAGES, ROUNDED)
 
 
 @gluon.jit
 def _down_tile(h, w2, s2, y, expert, feature0, start, count, K: gl.constexpr, F: gl.constexpr, N0: gl.constexpr, N1: gl.constexpr,
-               WARPS: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr):
+               WARPS: gl.constexpr, STAGES: gl.constexpr):
     BM: gl.constexpr = 16 * WARPS
     first = expert.to(gl.int64) * F + feature0
     w2 += first * (K // 8)
     s2 += first * (K // 128)
-    a0, a1, b0, b1 = _products(h, start, w2, s2, w2 + BM * (K // 8), s2 + BM * (K // 128), K, N0, N1, WARPS, STAGES, AHEAD, False)
+    a0, a1, b0, b1 = _products(h, start, w2, s2, w2 + BM * (K // 8), s2 + BM * (K // 128), K, N0, N1, WARPS, STAGES, False)
     if N1 > 0:
         _put(a1, y, feature0, start + N0, count - N0, F)
         _put(b1, y, feature0 + BM, start + N0, count - N0, F)
@@ -268,7 +253,7 @@ def _down_tile(h, w2, s2, y, expert, feature0, start, count, K: gl.constexpr, F:
 
 @gluon.jit
 def _down(h32, h64, h128, w2, s2, starts, tile_expert, tile_start, y, K: gl.constexpr, F: gl.constexpr, BLOCK: gl.constexpr, WIDTHS: gl.constexpr,
-          WARPS: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr):
+          WARPS: gl.constexpr, STAGES: gl.constexpr):
     BM: gl.constexpr = 32 * WARPS
     number = gl.program_id(0) // (F // BM)
     feature0 = gl.program_id(0) % (F // BM) * BM
@@ -278,7 +263,7 @@ def _down(h32, h64, h128, w2, s2, starts, tile_expert, tile_start, y, K: gl.cons
         count = gl.minimum(gl.load(starts + expert + 1) - start, BLOCK)
         for i in gl.static_range(1, len(WIDTHS)):
             if (count > WIDTHS[i - 1][0] + WIDTHS[i - 1][1]) & (count <= WIDTHS[i][0] + WIDTHS[i][1]):
-                _down_tile((h32, h64, h128), w2, s2, y, expert, feature0, start, count, K, F, WIDTHS[i][0], WIDTHS[i][1], WARPS, STAGES, AHEAD)
+                _down_tile((h32, h64, h128), w2, s2, y, expert, feature0, start, count, K, F, WIDTHS[i][0], WIDTHS[i][1], WARPS, STAGES)
 
 
 def _rows_of(tensor: torch.Tensor) -> tuple[TensorDescriptor, ...]:
@@ -290,18 +275,18 @@ def _words(weight: Mxfp4Weight) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def up(x: torch.Tensor, w1: Mxfp4Weight, w3: Mxfp4Weight, plan: Plan, h: torch.Tensor, *, beta: float, linear_beta: float, grouping: Grouping,
-       product: Product, ahead: int, rounding: Activations) -> None:
+       product: Product, rounding: Activations) -> None:
     """h bfloat16 [N k, I]: SiTU-GLU of both first products; x [N k, Z] as `triton_rows.gather` gives it, rows of both in the plan's order."""
     _, features, width = w1.shape
     _up[(plan.tile_expert.numel() * (features // product.features),)](
         *_rows_of(x), *_words(w1), *_words(w3), plan.starts, plan.tile_expert, plan.tile_start, h.view(torch.int32), beta, linear_beta, 1.0 / beta,
         1.0 / linear_beta, K=width, F=features, BLOCK=grouping.block, WIDTHS=((0, 0), *grouping.widths), WARPS=product.warps, STAGES=product.stages,
-        AHEAD=ahead, ROUNDED=rounding is Activations.FP8_32, num_warps=product.warps, enable_fp_fusion=True)
+        ROUNDED=rounding is Activations.FP8_32, num_warps=product.warps, enable_fp_fusion=True)
 
 
-def down(h: torch.Tensor, w2: Mxfp4Weight, plan: Plan, y: torch.Tensor, *, grouping: Grouping, product: Product, ahead: int) -> None:
+def down(h: torch.Tensor, w2: Mxfp4Weight, plan: Plan, y: torch.Tensor, *, grouping: Grouping, product: Product) -> None:
     """y bfloat16 [N k, Z]: the second product, rows in the plan's order."""
     _, features, width = w2.shape
     _down[(plan.tile_expert.numel() * (features // product.features),)](
         *_rows_of(h), *_words(w2), plan.starts, plan.tile_expert, plan.tile_start, y.view(torch.int32), K=width, F=features, BLOCK=grouping.block,
-        WIDTHS=((0, 0), *grouping.widths), WARPS=product.warps, STAGES=product.stages, AHEAD=ahead, num_warps=product.warps, enable_fp_fusion=True)
+        WIDTHS=((0, 0), *grouping.widths), WARPS=product.warps, STAGES=product.stages, num_warps=product.warps, enable_fp_fusion=True)

@@ -45,12 +45,12 @@ class Product(NamedTuple):
 
 
 class Pinned(NamedTuple):
-    """ahead: by how many stretches of 128 of K `gluon_packed` asks for weights before they are needed; None: the products are those of `triton_forward`."""
+    """gathered: the products are those of `gluon_packed`, for many rows an expert and MXFP4 weights; else those of `triton_forward`."""
 
     grouping: Grouping
     up: Product
     down: Product
-    ahead: int | None = None
+    gathered: bool = False
 
 
 _16 = Grouping(((16, 0),))
@@ -67,9 +67,9 @@ TABLE: dict[tuple[Form, bool], tuple[Pinned, ...]] = {
     (Form.MXFP4, False): (
         Pinned(_16, Product(64, 4, 2, 2), Product(128, 4, 2, 2)),
         Pinned(_32, Product(64, 4, 3), Product(128, 4, 3)),
-        Pinned(_64, Product(128, 8, 4), Product(256, 8, 4), 4),
-        Pinned(_96, Product(128, 8, 4), Product(256, 8, 4), 4),
-        Pinned(_160, Product(128, 8, 4), Product(256, 8, 4), 4),
+        Pinned(_64, Product(64, 4, 3), Product(128, 4, 3)),
+        Pinned(_96, Product(128, 8, 4), Product(256, 8, 4), gathered=True),
+        Pinned(_160, Product(128, 8, 4), Product(256, 8, 4), gathered=True),
     ),
     (Form.MXFP4, True): (
         Pinned(_16, Product(128, 4, 4), Product(128, 4, 4)),
@@ -109,4 +109,4 @@ def pinned(form: Form, activations: Activations, pairs: int, experts: int, laten
     found = table[sum(expected > rows for rows in ROWS)]
     if latent % found.down.features == 0:
         return found
-    return found._replace(down=found.down._replace(features=128, warps=found.down.warps if found.ahead is None else 4))
+    return found._replace(down=found.down._replace(features=128, warps=4 if found.gathered else found.down.warps))

@@ -41,14 +41,14 @@ def compiled(form: Form, activations: Activations, configuration: Pinned, tokens
     hs, y = torch.empty(INNER // 128, pairs), torch.empty(pairs, LATENT, dtype=torch.bfloat16)
     with compiling_for(90) as kernels:
         z, w1, w3, w2 = torch.empty(tokens, LATENT, dtype=torch.bfloat16), weight(form, INNER, LATENT), weight(form, INNER, LATENT), weight(form, LATENT, INNER)
-        if configuration.ahead is not None:
+        if configuration.gathered:
             assert isinstance(w1, Mxfp4Weight)
             assert isinstance(w3, Mxfp4Weight)
             assert isinstance(w2, Mxfp4Weight)
             triton_rows.gather(z, rows, y, top_k=TOP_K, form=form, rounding=activations)
             gluon_packed.up(y, w1, w3, rows, h, beta=4.0, linear_beta=25.0, grouping=configuration.grouping, product=configuration.up,
-                             ahead=configuration.ahead, rounding=activations)
-            gluon_packed.down(h, w2, rows, y, grouping=configuration.grouping, product=configuration.down, ahead=configuration.ahead)
+                             rounding=activations)
+            gluon_packed.down(h, w2, rows, y, grouping=configuration.grouping, product=configuration.down)
         else:
             x, xs = triton_rows.prepare(z, form, activations)
             triton_forward.up(x, xs, w1, w3, rows, h, hs, top_k=TOP_K, beta=4.0, linear_beta=25.0, grouping=configuration.grouping, product=configuration.up,
@@ -120,7 +120,7 @@ def test_pinned_configurations_compile_within_the_device(form: Form, activations
     for kernel in products:
         text = kernel.sass()
         assert instruction in text
-        if configuration.ahead is not None:
+        if configuration.gathered:
             in_step(kernel)
             continue
         assert " HMMA" not in text

@@ -59,12 +59,12 @@ def test_tiles_of_every_width(activations: Activations) -> None:
     x = in_order(rounded(given.z, activations)[table.pairs.long()])
     h, y = torch.full((166, INNER), torch.nan).bfloat16(), torch.full((166, LATENT), torch.nan).bfloat16()
     first = launches_of(lambda: gluon_packed.up(x, packed(given.w1), packed(given.w3), table, h, beta=BETAS[0], linear_beta=BETAS[1], grouping=grouping,
-                                                product=Product(128, 8, 3), ahead=2, rounding=activations))
+                                                product=Product(128, 8, 3), rounding=activations))
     assert run_on_cpu(first, [x, h]) == set()
     ordered_h = in_order(rounded(expected_h.float(), activations))
     # in MXFP8 some values lie on the other side of a tie
     assert ((h.double() - ordered_h).norm() / ordered_h.norm()).item() < (3e-3 if activations is Activations.SAME else 6e-3)
-    second = launches_of(lambda: gluon_packed.down(h, packed(given.w2), table, y, grouping=grouping, product=Product(256, 8, 3), ahead=2))
+    second = launches_of(lambda: gluon_packed.down(h, packed(given.w2), table, y, grouping=grouping, product=Product(256, 8, 3)))
     assert run_on_cpu(second, [h, y]) == set()
     assert ((y.double() - expected_y).norm() / expected_y.norm()).item() < (4e-3 if activations is Activations.SAME else 8e-3)
     assert ((y.double() - expected_y.flip(0)).norm() / expected_y.norm()).item() > 0.5, "and would not pass for other rows"
@@ -73,14 +73,14 @@ def test_tiles_of_every_width(activations: Activations) -> None:
 def test_a_tile_of_fewer_features_and_a_barrier_that_is_missing() -> None:
     given, table, grouping = tokens_for([20])
     h, y = in_order(given.z[table.pairs.long()][:, :INNER]), torch.full((20, LATENT), torch.nan).bfloat16()
-    launches = launches_of(lambda: gluon_packed.down(h, packed(given.w2), table, y, grouping=grouping, product=Product(128, 4, 2), ahead=2))
+    launches = launches_of(lambda: gluon_packed.down(h, packed(given.w2), table, y, grouping=grouping, product=Product(128, 4, 2)))
     assert run_on_cpu(launches, [h, y]) == set()
     w2 = unpack(packed(given.w2).packed, packed(given.w2).scale, torch.float64)[0]
     expected = given.z[table.pairs.long()][:, :INNER].double() @ w2.t()
     assert ((y.double() - expected).norm() / expected.norm()).item() < 4e-3
     long = case(Form.MXFP4, 20, 1, 1, INNER, 384)
     rows, out = in_order(torch.randn(20, 384).bfloat16()), torch.empty(20, INNER).bfloat16()
-    launches = launches_of(lambda: gluon_packed.down(rows, packed(long.w2), table, out, grouping=grouping, product=Product(128, 4, 2), ahead=2))
+    launches = launches_of(lambda: gluon_packed.down(rows, packed(long.w2), table, out, grouping=grouping, product=Product(128, 4, 2)))
     kernel = launches[0].kernel
     stripped = type(kernel)(**{**vars(kernel), "ptx": re.sub(r"\tbar\.sync[^\n]*\n", "", kernel.ptx)})
     assert any("without a barrier" in line for line in run_on_cpu([Launched(stripped, launches[0].arguments)], [rows, out]))

@@ -42,8 +42,6 @@ class BulkMachine(Machine):
             self._barrier(line, live)
         elif line.name.startswith("cp.async.bulk.tensor"):
             self._bulk(line, live)
-        elif line.parts[0] == "prefetch":
-            assert self._held(self._address(line.operands[0])[live], 1).all(), f"outside memory: {line.text}"
         elif line.parts[0] == "elect":
             self.values[line.operands[0].split("|")[1]] = self.lane == 0
         elif line.parts[0] == "shfl" and "idx" in line.parts:
