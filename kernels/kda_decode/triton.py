@@ -10,7 +10,7 @@ window at once, before the first token, and lies in shared memory. With k' = sqr
 `S <- e^g S; u = v' - k' S; S <- S + k' u`.
 
 Memory and arithmetic are to overlap: for a window the multiply-adds take two thirds of the time that the bytes take. So a few programs stay on each
-multiprocessor and go through the heads of the rows; while one computes, its next state is on its way into shared memory.
+multiprocessor and go through the heads of the rows; while one computes, its next state and raw inputs are on their way into shared memory.
 """
 
 from __future__ import annotations
@@ -32,19 +32,18 @@ __all__ = ["CANDIDATES", "CONFIGURATION", "Configuration", "fold", "kda_decode",
 class Configuration:
     """How programs are built; no choice changes a bit of a result.
 
-    `programs`: how many stay on a multiprocessor, each with its next state in flight (64 KiB of shared memory); None: one program a state, which is
-    loaded into registers. `copies`: how often the keys lie in shared memory; with two, the rank-one update reads them again instead of holding 32
-    registers a thread from the dot product on. `registers`: the cap a thread; at 168 three programs fit a multiprocessor instead of two."""
+    `programs`: how many stay on a multiprocessor, each with its next item in flight (64 KiB of shared memory for the state). `copies`: how often the keys
+    lie in shared memory; with two, the rank-one update reads them again instead of holding 32 registers a thread from the dot product on. `share`: the part
+    of the items that is dealt out to the programs that stay; the rest are programs of one item, which go where one that stays is through early."""
 
-    programs: int | None
+    programs: int
     copies: int
-    registers: int | None
+    share: float
 
 
-CONFIGURATION = Configuration(programs=2, copies=1, registers=None)
-"""The pinned one, for every shape. Not yet timed against CANDIDATES."""
-
-CANDIDATES = (CONFIGURATION, Configuration(2, 2, None), Configuration(1, 1, None), Configuration(None, 2, 168), Configuration(None, 1, None))
+CONFIGURATION = Configuration(programs=2, copies=1, share=0.85)
+CANDIDATES = (CONFIGURATION, Configuration(2, 2, 0.85), Configuration(2, 2, 1.0))
+"""What runs, for every shape, and what the benchmark's sweep times beside it."""
 
 _wait = getattr(gl, "barrier", None) or gl.thread_barrier
 _copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
@@ -75,10 +74,10 @@ def _reciprocal_norm(x):
 
 
 @gluon.jit
-def _rows(tensor, offset, step, head, t, live):
-    """Raw [tokens, 128] of one row and head, zero where not live. offset, step: of the row and of a token, in heads."""
+def _ask_rows(buffer, tensor, offset, step, head, t, live):
+    """Begin to bring the raw [tokens, 128] of one row and head, those that are live. offset, step: of the row and of a token, in heads."""
     n = gl.arange(0, _DIM, gl.SliceLayout(0, _TOKEN))
-    return gl.load(tensor + offset * _DIM + ((t * step + head) * _DIM)[:, None] + n[None, :], mask=live[:, None], other=0.0)
+    _copy(buffer, tensor + offset * _DIM + ((t * step + head) * _DIM)[:, None] + n[None, :], mask=live[:, None])
 
 
 @gluon.jit
@@ -144,12 +143,24 @@ def _recur(state, decay, key, again, value):
 
 
 @gluon.jit
-def _read(state, query):
-    """o [128]: the state against a query."""
-    dot = state[0] * _channels(query, 0)
+def _recur_read(state, decay, key, again, value, query):
+    """`_recur`, and o [128]: the state after the token against a query. One pass for both, which spares the compiler copies of the state."""
+    tile = state[0] * _channels(decay, 0)
+    decayed = (tile,)
+    dot = tile * _channels(key, 0)
     for p in gl.static_range(1, _PARTS):
-        dot = _multiply_add(state[p], _channels(query, p), dot)
-    return gl.sum(dot, axis=0)
+        tile = state[p] * _channels(decay, p)
+        decayed = decayed + (tile,)  # noqa: RUF005
+        dot = _multiply_add(tile, _channels(key, p), dot)
+    u = value.load(gl.SliceLayout(0, _STATE)) - gl.sum(dot, axis=0)
+    tile = _multiply_add(_channels(again, 0), u[None, :], decayed[0])
+    after = (tile,)
+    out = tile * _channels(query, 0)
+    for p in gl.static_range(1, _PARTS):
+        tile = _multiply_add(_channels(again, p), u[None, :], decayed[p])
+        after = after + (tile,)  # noqa: RUF005
+        out = _multiply_add(tile, _channels(query, p), out)
+    return after, gl.sum(out, axis=0)
 
 
 @gluon.jit
@@ -160,21 +171,30 @@ def _places(pool, slot, head, heads):
 
 
 @gluon.jit
-def _load_state(places):
-    state = (gl.load(places),)
-    for p in gl.static_range(1, _PARTS):
-        state = state + (gl.load(places + p * (_PART * _DIM)),)  # noqa: RUF005
-    return state
+def _whose(slots, accepted, row, live, FOLD: gl.constexpr):
+    """The slot of a row and how much of its window was accepted, as they lie there; -1 behind the last row. Nothing is done with them before the next
+    turn, so that this one need not wait for them."""
+    slot = gl.load(slots + row, mask=live, other=-1)
+    count = slot
+    if FOLD:
+        count = gl.load(accepted + row, mask=live, other=0)
+    return slot, count
 
 
 @gluon.jit
-def _ask(buffer, pool, slot, head, heads):
-    """Begin to bring a state into shared memory; none for a padding row."""
-    if slot >= 0:
-        row = gl.arange(0, _DIM, gl.SliceLayout(1, _TOKEN))
-        column = gl.arange(0, _DIM, gl.SliceLayout(0, _TOKEN))
-        _copy(buffer, pool + (slot * heads + head) * (_DIM * _DIM) + row[:, None] * _DIM + column[None, :])
-    async_copy.commit_group()
+def _few(a_log, dt_bias, held_beta, beta, slot, count, row, head, heads, tokens, beta_row, beta_step, capacity, FOLD: gl.constexpr, SCORE: gl.constexpr,
+         OLD: gl.constexpr, NEW: gl.constexpr):
+    """What an item needs besides its state and rows: too few bytes to be copied into shared memory."""
+    n = gl.arange(0, _DIM, gl.SliceLayout(0, _TOKEN))
+    t_old = gl.arange(0, OLD, gl.SliceLayout(1, _TOKEN))
+    t_new = gl.arange(0, NEW, gl.SliceLayout(1, _TOKEN))
+    rate = gl.load(a_log + head)
+    bias = gl.load(dt_bias + head * _DIM + n)
+    old = t_old < (count if FOLD else 0)
+    old_beta = gl.load(held_beta + slot * capacity * heads + t_old * heads + head, mask=old & (slot >= 0), other=0.0)
+    new = t_new < (tokens if SCORE else 0)
+    new_beta = gl.load(beta + row.to(gl.int64) * beta_row + t_new * beta_step + head, mask=new & (slot >= 0), other=0.0)
+    return rate, bias, old_beta, new_beta
 
 
 @gluon.jit
@@ -191,91 +211,120 @@ def _store_state(places, state):
         gl.store(places + p * (_PART * _DIM), state[p])
 
 
-@gluon.jit(do_not_specialize=["items", "heads", "tokens", "qkv_row", "qkv_step", "z_row", "z_step", "beta_row", "beta_step", "capacity"])
-def _replay(q, k, v, z, beta, a_log, dt_bias, pool, slots, accepted, held_k, held_v, held_z, held_beta, out, items, heads, tokens, qkv_row, qkv_step, z_row,
-            z_step, beta_row, beta_step, capacity, lower, FOLD: gl.constexpr, SCORE: gl.constexpr, OLD: gl.constexpr, NEW: gl.constexpr, COPIES: gl.constexpr,
-            STAGED: gl.constexpr):
+@gluon.jit
+def _ask(buffer, raw_old, raw_new, held, fresh, pool, slot, count, row, head, heads, tokens, qkv_row, qkv_step, z_row, z_step, capacity, FOLD: gl.constexpr,
+         SCORE: gl.constexpr, OLD: gl.constexpr, NEW: gl.constexpr):
+    """Begin to bring an item into shared memory: its raw inputs and its state; nothing for a padding row. raw_old, held: k, z, v; raw_new, fresh: q too."""
+    if slot >= 0:
+        if FOLD:
+            t_old = gl.arange(0, OLD, gl.SliceLayout(1, _TOKEN))
+            for i in gl.static_range(3):
+                _ask_rows(raw_old[i], held[i], slot * capacity * heads, heads, head, t_old, t_old < count)
+        if SCORE:
+            t_new = gl.arange(0, NEW, gl.SliceLayout(1, _TOKEN))
+            wide = row.to(gl.int64)
+            _ask_rows(raw_new[0], fresh[0], wide * qkv_row, qkv_step, head, t_new, t_new < tokens)
+            _ask_rows(raw_new[1], fresh[1], wide * z_row, z_step, head, t_new, t_new < tokens)
+            _ask_rows(raw_new[2], fresh[2], wide * qkv_row, qkv_step, head, t_new, t_new < tokens)
+            _ask_rows(raw_new[3], fresh[3], wide * qkv_row, qkv_step, head, t_new, t_new < tokens)
+        rows = gl.arange(0, _DIM, gl.SliceLayout(1, _TOKEN))
+        columns = gl.arange(0, _DIM, gl.SliceLayout(0, _TOKEN))
+        _copy(buffer, pool + (slot * heads + head) * (_DIM * _DIM) + rows[:, None] * _DIM + columns[None, :])
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _room(tensor, ROWS: gl.constexpr):
+    return gl.allocate_shared_memory(tensor.dtype.element_ty, [ROWS, _DIM], _TILE)
+
+
+@gluon.jit(do_not_specialize=["longs", "rounds", "heads", "tokens", "qkv_row", "qkv_step", "z_row", "z_step", "beta_row", "beta_step", "capacity"])
+def _replay(q, k, v, z, beta, a_log, dt_bias, pool, slots, accepted, held_k, held_v, held_z, held_beta, out, longs, rounds, heads, tokens, qkv_row, qkv_step, z_row,
+            z_step, beta_row, beta_step, capacity, lower, FOLD: gl.constexpr, SCORE: gl.constexpr, OLD: gl.constexpr, NEW: gl.constexpr, COPIES: gl.constexpr):
     """FOLD: the accepted tokens of the window held go into the state. SCORE: the new tokens are run from there; with FOLD their raw inputs are held and
     the state that is kept is the one before them, else (plain decode) the one after them. OLD, NEW: rows of the tiles, at least what they hold. An item
-    is a row's head. Rows and steps of q, k, v and z are strides in heads; no integer is specialised, so one compilation is for any shape. STAGED: the
-    state of the next item is asked for while this one is worked on."""
-    n = gl.arange(0, _DIM, gl.SliceLayout(0, _TOKEN))
-    t_old = gl.arange(0, OLD, gl.SliceLayout(1, _TOKEN))
+    is a row's head. Rows and steps of q, k, v and z are strides in heads; no integer is specialised, so one compilation is for any shape. All that an
+    item needs is asked for while the one before it is worked on, and whose it is one earlier."""
     t_new = gl.arange(0, NEW, gl.SliceLayout(1, _TOKEN))
     new = t_new < tokens
     first = gl.program_id(0)
-    slot = gl.load(slots + first // heads).to(gl.int64)
-    if STAGED:
-        buffer = gl.allocate_shared_memory(gl.float32, [_DIM, _DIM], _TILE)
-        _ask(buffer, pool, slot, first % heads, heads)
-    for item in range(first, items, gl.num_programs(0)):
+    stride = longs
+    end = longs * rounds
+    if first >= longs:
+        first = end + first - longs
+        end = first + 1
+    buffer = gl.allocate_shared_memory(gl.float32, [_DIM, _DIM], _TILE)
+    held = (held_k, held_z, held_v)
+    fresh = (k, z, v, q)
+    raw_old = (buffer,)
+    raw_new = (buffer,)
+    if FOLD:
+        raw_old = (_room(held_k, OLD), _room(held_z, OLD), _room(held_v, OLD))
+    if SCORE:
+        raw_new = (_room(k, NEW), _room(z, NEW), _room(v, NEW), _room(q, NEW))
+    slot, count = _whose(slots, accepted, first // heads, first < end, FOLD)
+    raw_slot, raw_count = _whose(slots, accepted, (first + stride) // heads, first + stride < end, FOLD)
+    slot, count = slot.to(gl.int64), gl.minimum(gl.maximum(count, 0), capacity)
+    rate, bias, old_beta, new_beta = _few(a_log, dt_bias, held_beta, beta, slot, count, first // heads, first % heads, heads, tokens, beta_row, beta_step,
+                                          capacity, FOLD, SCORE, OLD, NEW)
+    _ask(buffer, raw_old, raw_new, held, fresh, pool, slot, count, first // heads, first % heads, heads, tokens, qkv_row, qkv_step, z_row, z_step, capacity,
+         FOLD, SCORE, OLD, NEW)
+    for item in range(first, end, stride):
         row = item // heads
         head = item % heads
-        following = item + gl.num_programs(0)
-        next_slot = gl.load(slots + following // heads, mask=following < items, other=-1).to(gl.int64)
         wide = row.to(gl.int64)
+        next_row = (item + stride) // heads
+        next_head = (item + stride) % heads
+        next_slot, next_count = raw_slot.to(gl.int64), gl.minimum(gl.maximum(raw_count, 0), capacity)
+        raw_slot, raw_count = _whose(slots, accepted, (item + 2 * stride) // heads, item + 2 * stride < end, FOLD)
+        next_rate, next_bias, next_old_beta, next_new_beta = _few(a_log, dt_bias, held_beta, beta, next_slot, next_count, next_row, next_head, heads, tokens,
+                                                                  beta_row, beta_step, capacity, FOLD, SCORE, OLD, NEW)
+        # The item has come, and no warp reads the tiles of the one before any more.
+        async_copy.wait_group(0)
+        _wait()
         if slot >= 0:
-            rate = gl.exp2(_LOG2_E * gl.load(a_log + head))
-            bias = gl.load(dt_bias + head * _DIM + n)
-            # All raw inputs are asked for before the state: they are few, and what comes first works on them.
-            if FOLD:
-                count = gl.minimum(gl.maximum(gl.load(accepted + row), 0), capacity)
-                old = t_old < count
-                held = slot * capacity * heads
-                old_k = _rows(held_k, held, heads, head, t_old, old)
-                old_z = _rows(held_z, held, heads, head, t_old, old)
-                old_v = _rows(held_v, held, heads, head, t_old, old)
-                old_beta = gl.load(held_beta + held + t_old * heads + head, mask=old, other=0.0)
-            if SCORE:
-                new_k = _rows(k, wide * qkv_row, qkv_step, head, t_new, new)
-                new_z = _rows(z, wide * z_row, z_step, head, t_new, new)
-                new_v = _rows(v, wide * qkv_row, qkv_step, head, t_new, new)
-                new_q = _rows(q, wide * qkv_row, qkv_step, head, t_new, new)
-                new_beta = gl.load(beta + wide * beta_row + t_new * beta_step + head, mask=new, other=0.0)
             places = _places(pool, slot, head, heads)
-            if STAGED:
-                # Without a barrier here the compiler would ask for the raw inputs when the state is there, instead of before.
-                _wait()
-                # The state has come, and no warp reads the tiles of the item before any more.
-                async_copy.wait_group(0)
-                _wait()
-                state = _take(buffer)
-                # Every warp has its state: the next one may come.
-                _wait()
-                _ask(buffer, pool, next_slot, following % heads, heads)
-            else:
-                state = _load_state(places)
             if FOLD:
-                old_decays, old_keys, old_again, old_values = _prepare(old_k, old_z, old_v, old_beta, rate, bias, lower, OLD, COPIES)
+                old_k, old_z, old_v = raw_old[0].load(_TOKEN), raw_old[1].load(_TOKEN), raw_old[2].load(_TOKEN)
             if SCORE:
-                decays, keys, again, values = _prepare(new_k, new_z, new_v, new_beta, rate, bias, lower, NEW, COPIES)
+                new_k, new_z, new_v, new_q = raw_new[0].load(_TOKEN), raw_new[1].load(_TOKEN), raw_new[2].load(_TOKEN), raw_new[3].load(_TOKEN)
+            state = _take(buffer)
+            # Every warp has its part of the item: the next one may come.
+            _wait()
+            _ask(buffer, raw_old, raw_new, held, fresh, pool, next_slot, next_count, next_row, next_head, heads, tokens, qkv_row, qkv_step, z_row, z_step,
+                 capacity, FOLD, SCORE, OLD, NEW)
+            if FOLD and SCORE:
+                window = slot * capacity * heads
+                _put_rows(held_k, window, heads, head, t_new, new, new_k)
+                _put_rows(held_z, window, heads, head, t_new, new, new_z)
+                _put_rows(held_v, window, heads, head, t_new, new, new_v)
+                gl.store(held_beta + window + t_new * heads + head, new_beta, mask=new)
+            speed = gl.exp2(_LOG2_E * rate)
+            if FOLD:
+                old_decays, old_keys, old_again, old_values = _prepare(old_k, old_z, old_v, old_beta, speed, bias, lower, OLD, COPIES)
+            if SCORE:
+                decays, keys, again, values = _prepare(new_k, new_z, new_v, new_beta, speed, bias, lower, NEW, COPIES)
                 queries = _prepare_queries(new_q, NEW)
-            # The tiles are there for every warp, and every warp has read the old window before one writes the new.
+            # The tiles are there for every warp.
             _wait()
             if FOLD:
-                if SCORE:
-                    _put_rows(held_k, held, heads, head, t_new, new, new_k)
-                    _put_rows(held_z, held, heads, head, t_new, new, new_z)
-                    _put_rows(held_v, held, heads, head, t_new, new, new_v)
-                    gl.store(held_beta + held + t_new * heads + head, new_beta, mask=new)
                 for i in range(count):
                     state = _recur(state, old_decays.index(i), old_keys.index(i), old_again.index(i), old_values.index(i))
                 _store_state(places, state)
             if SCORE:
-                column = gl.arange(0, _DIM, gl.SliceLayout(0, _STATE))
+                column = out + (wide * tokens * heads + head) * _DIM + gl.arange(0, _DIM, gl.SliceLayout(0, _STATE))
                 for i in range(tokens):
-                    state = _recur(state, decays.index(i), keys.index(i), again.index(i), values.index(i))
-                    o = _read(state, queries.index(i))
-                    gl.store(out + ((wide * tokens + i) * heads + head) * _DIM + column, o.to(out.dtype.element_ty))
+                    state, o = _recur_read(state, decays.index(i), keys.index(i), again.index(i), values.index(i), queries.index(i))
+                    gl.store(column + i * heads * _DIM, o.to(out.dtype.element_ty))
                 if not FOLD:
                     _store_state(places, state)
         else:
-            if STAGED:
-                _ask(buffer, pool, next_slot, following % heads, heads)
+            _ask(buffer, raw_old, raw_new, held, fresh, pool, next_slot, next_count, next_row, next_head, heads, tokens, qkv_row, qkv_step, z_row, z_step,
+                 capacity, FOLD, SCORE, OLD, NEW)
             if SCORE:
                 zero = gl.zeros([NEW, _DIM], gl.float32, _TOKEN).to(out.dtype.element_ty)
                 _put_rows(out, wide * tokens * heads, heads, head, t_new, new, zero)
-        slot = next_slot
+        slot, count, rate, bias, old_beta, new_beta = next_slot, next_count, next_rate, next_bias, next_old_beta, next_new_beta
 
 
 def takes(q: torch.Tensor, v: torch.Tensor) -> bool:
@@ -309,14 +358,15 @@ def _launch(
     q, k, v = _dense(q, k, v)
     (z,) = _dense(z)
     beta = beta if beta.stride(-1) == 1 else beta.contiguous()
-    items, programs, whole = rows * heads, configuration.programs, int(_DIM.value)
-    grid = items if programs is None else min(items, programs * _multiprocessors(pool.device))
+    items, whole = rows * heads, int(_DIM.value)
+    longs = min(items, configuration.programs * _multiprocessors(pool.device))
     if items:
-        _replay[(grid,)](
-            q, k, v, z, beta, a_log, dt_bias, pool, slots, accepted, window.k, window.v, window.z, window.beta, out, items, heads, tokens,
+        rounds = max(1, int(configuration.share * items) // longs)
+        _replay[(items - longs * (rounds - 1),)](
+            q, k, v, z, beta, a_log, dt_bias, pool, slots, accepted, window.k, window.v, window.z, window.beta, out, longs, rounds, heads, tokens,
             k.stride(0) // whole, k.stride(1) // whole, z.stride(0) // whole, z.stride(1) // whole, beta.stride(0), beta.stride(1), window.capacity,
             float(lower_bound), FOLD=folds, SCORE=scores, OLD=_tile(window.capacity), NEW=_tile(tokens), COPIES=configuration.copies,
-            STAGED=programs is not None, num_warps=4, maxnreg=configuration.registers, enable_fp_fusion=False,
+             num_warps=4, enable_fp_fusion=False,
         )
 
 
