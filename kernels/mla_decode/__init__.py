@@ -25,10 +25,10 @@ def mla_decode(
     0 .. n - T + t. pages [pages, rows a page, latent + shared], of q's dtype: a row is the normalised latent and the shared key, and is key (whole) and value
     (its first `latent`) of every head. table int32 [B, P]: the pages of each sequence, in order. lengths int32 [B]: rows of each sequence, the window's own
     included; a query that sees no row gives zeros. max_length: the most rows of any sequence, which bounds the workspace (4 (latent + 2) bytes a query, head
-    and 1,024 rows); by default what the tables have room for. Returns [B, H, latent] or [B, T, H, latent] in out_dtype, float32 or bfloat16.
+    and 2,048 rows); by default what the tables have room for. Returns [B, H, latent] or [B, T, H, latent] in out_dtype, float32 or bfloat16.
 
-    Not differentiable. The kernels take bfloat16 and sizes that are powers of two from 16 up (latent to 512); others are computed by the reference.
-    Raises ValueError.
+    Not differentiable. The kernels take bfloat16, a latent of 64, 128, 256 or 512, a shared key of 64 and pages of a power of two; others are computed by the
+    reference.     Raises ValueError.
     """
     sizes = checked(q, pages, table, lengths, latent, max_length)
     if out_dtype not in (torch.float32, torch.bfloat16, torch.float64):

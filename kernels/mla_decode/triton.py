@@ -1,41 +1,44 @@
-# mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,untyped-decorator"
-"""Absorbed decode as two Triton kernels: a part for every fixed number of rows, and the parts combined in order.
+# mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,untyped-decorator,attr-defined"
+"""Absorbed decode as two kernels: a part for every fixed number of rows (Gluon), and the parts combined in order (Triton).
 
-`_part`: a program takes 64 (query, head) pairs, the M of the matrix unit, through the 1,024 rows of one part of one sequence. The tile of rows is read from
-memory once and is the keys of one product and the values of the next, both from shared memory, while the next tile is on its way. The programs of the
-other heads come right after, so that they find the rows in L2. Part boundaries are at multiples of 1,024 rows from the sequence's start whatever
-its length, so a query's bits do not depend on how many parts there are, nor on the batch. `_combine` adds up the parts in order, in fp32.
+`_part`: a program takes 64 (query, head) pairs, the M of the matrix unit, through the rows of one part of one sequence, 64 a tile. A tile is read from
+memory once and is the keys of one product and the values of the next, both from shared memory. Two tiles are there or on their way: the product of the
+weights with this tile's values and that of the queries with the next tile's keys are issued together, and as soon as the first is done, the copy of the
+tile after the next takes its place. Both halves of the program share the keys of the scores and the columns of the sums. The programs of the other heads
+come right after, so that they find the rows in L2.
 
-The two conditions in `_part`'s loop are also what lets both halves of the program split the keys between them: a product whose result reaches another
-product in one straight line of code is computed by both (the compiler then keeps rows of scores within a warp), which costs half as much again.
+Part boundaries are at multiples of `PART` rows from the sequence's start whatever its length, so a query's bits do not depend on how many parts there
+are, nor on the batch. `_combine` adds up the parts in order, in fp32.
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from driftline.kernels.mla_decode.shapes import Sizes
 
-__all__ = ["CONFIGURATIONS", "DEFAULT", "Configuration", "decode", "takes"]
+__all__ = ["PART", "PARTS", "decode", "takes"]
 
+PART = 2048
+"""Rows of a part, for every shape. Another part is another order of sums: other bits."""
 
-class Configuration(NamedTuple):
-    """Rows of a part; rows of a tile; warps and stages of `_part`."""
+PARTS = (PART, 1024)
+"""What the benchmark's sweep times."""
 
-    part: int
-    tile: int
-    warps: int
-    stages: int
-
-
-DEFAULT = Configuration(part=1024, tile=32, warps=8, stages=3)
-CONFIGURATIONS = (DEFAULT, Configuration(1024, 32, 8, 4), Configuration(1024, 64, 8, 2), Configuration(2048, 32, 8, 3), Configuration(2048, 64, 8, 2))
-"""What runs, and what the benchmark's sweep times beside it. Another part or tile is another order of sums: other bits."""
+TILE = 64
+"""Rows of a tile: two tiles of 64 rows and 64 queries fill shared memory."""
 
 _PAIRS = 64
 """(query, head) pairs of a program: the fewest rows that Hopper's matrix unit takes, and the most whose 512 sums fit the registers."""
@@ -43,65 +46,116 @@ _PAIRS = 64
 _AHEAD = 8
 """Parts that `_combine` reads before it adds the first."""
 
+_wait = getattr(gl, "barrier", None) or gl.thread_barrier
+_copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
-@triton.jit(do_not_specialize=["window"])
-def _part(q, pages, table, lengths, sums, maxima, totals, rows, window, table_width, parts, scale, HEADS: tl.constexpr, PAGE: tl.constexpr,
-          PART: tl.constexpr, PAIRS: tl.constexpr, TILE: tl.constexpr, LATENT: tl.constexpr, SHARED: tl.constexpr, STAGES: tl.constexpr):
-    tile = tl.program_id(0)
-    part = tl.program_id(1)
-    sequence = tl.program_id(2).to(tl.int64)
-    length = tl.load(lengths + sequence)
-    start = part * PART
-    if start >= length:
-        return
-    WIDTH: tl.constexpr = LATENT + SHARED
-    row = tile * PAIRS + tl.arange(0, PAIRS)
-    live = row < rows
-    d = tl.arange(0, LATENT)
-    e = tl.arange(0, SHARED)
-    k = tl.arange(0, TILE)
-    query = q + (sequence * rows + row) * WIDTH
-    q_latent = tl.load(query[:, None] + d[None, :], mask=live[:, None], other=0.0)
-    q_shared = tl.load(query[:, None] + (LATENT + e)[None, :], mask=live[:, None], other=0.0)
-    everyone = length - window + 1
-    limit = everyone + row // HEADS
-    acc = tl.zeros((PAIRS, LATENT), tl.float32)
-    top = tl.full((PAIRS,), float("-inf"), tl.float32)
-    total = tl.zeros((PAIRS,), tl.float32)
-    stop = tl.minimum(start + PART, length)
-    table += sequence * table_width
-    # The page of the next tile is read one tile ahead: the copy of its rows must not wait for it.
+_WIDE = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0]))
+_NARROW = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))
+_OPERAND = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
+
+
+@gluon.jit
+def _places(table, page, at, k, stop, PAGE: gl.constexpr, TILE: gl.constexpr):
+    """Rows of the pool where rows at + k lie. page: that of row `at`, which is that of all where a page holds whole tiles."""
     if PAGE % TILE == 0:
-        page = tl.load(table + start // PAGE)
+        row = page.to(gl.int64) * PAGE + at % PAGE + k
     else:
-        page = tl.load(table + (start + k) // PAGE, mask=start + k < length, other=0)
-    for at in tl.range(start, stop, TILE, num_stages=STAGES):
-        inside = at + k < length
-        if PAGE % TILE == 0:
-            here = pages + (page.to(tl.int64) * PAGE + at % PAGE) * WIDTH + k * WIDTH
-            page = tl.load(table + (at + TILE) // PAGE, mask=at + TILE < stop, other=0)
-        else:
-            here = pages + (page.to(tl.int64) * PAGE + (at + k) % PAGE) * WIDTH
-            page = tl.load(table + (at + TILE + k) // PAGE, mask=at + TILE + k < stop, other=0)
-        latent = tl.load(here[:, None] + d[None, :], mask=inside[:, None], other=0.0)
-        shared = tl.load(here[:, None] + (LATENT + e)[None, :], mask=inside[:, None], other=0.0)
-        score = tl.dot(q_shared, tl.trans(shared))
-        if at + TILE > length:
-            score = tl.where(inside[None, :], score, float("-inf"))
-        score = tl.dot(q_latent, tl.trans(latent), score)
-        if at + TILE > everyone:
-            score = tl.where((at + k)[None, :] < limit[:, None], score, float("-inf"))
-        higher = tl.maximum(top, tl.max(score, axis=1) * scale)
-        finite = tl.where(higher == float("-inf"), 0.0, higher)
-        p = tl.exp2(tl.fma(score, scale, -finite[:, None]))
-        shrink = tl.exp2(top - finite)
-        total = total * shrink + tl.sum(p, axis=1)
-        acc = tl.dot(p.to(latent.dtype), latent, acc * shrink[:, None])
-        top = higher
-    to = (sequence * parts + part) * rows + row
-    tl.store(sums + to[:, None] * LATENT + d[None, :], acc, mask=live[:, None])
-    tl.store(maxima + to, top, mask=live)
-    tl.store(totals + to, total, mask=live)
+        row = gl.load(table + (at + k) // PAGE, mask=at + k < stop, other=0).to(gl.int64) * PAGE + (at + k) % PAGE
+    return row
+
+
+@gluon.jit
+def _ask(latents, shareds, pages, table, page, at, stop, PAGE: gl.constexpr, TILE: gl.constexpr, LATENT: gl.constexpr, SHARED: gl.constexpr):
+    """Begin to bring a tile of rows into shared memory; zeros for those from `stop` on, which are not read."""
+    WIDTH: gl.constexpr = LATENT + SHARED
+    k = gl.arange(0, TILE, gl.SliceLayout(1, _WIDE))
+    d = gl.arange(0, LATENT, gl.SliceLayout(0, _WIDE))
+    _copy(latents, pages + (_places(table, page, at, k, stop, PAGE, TILE) * WIDTH)[:, None] + d[None, :], mask=(at + k < stop)[:, None])
+    k = gl.arange(0, TILE, gl.SliceLayout(1, _NARROW))
+    d = gl.arange(0, SHARED, gl.SliceLayout(0, _NARROW))
+    _copy(shareds, pages + (_places(table, page, at, k, stop, PAGE, TILE) * WIDTH)[:, None] + (LATENT + d)[None, :], mask=(at + k < stop)[:, None])
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _page(table, at, stop, PAGE: gl.constexpr):
+    return gl.load(table + at // PAGE, mask=at < stop, other=0)
+
+
+@gluon.jit(do_not_specialize=["window"])
+def _part(q, pages, table, lengths, sums, maxima, totals, rows, window, table_width, parts, scale, HEADS: gl.constexpr, PAGE: gl.constexpr,
+          PART: gl.constexpr, PAIRS: gl.constexpr, TILE: gl.constexpr, LATENT: gl.constexpr, SHARED: gl.constexpr):
+    WIDTH: gl.constexpr = LATENT + SHARED
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, TILE // 2, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, LATENT // 2, 16])
+    first = gl.program_id(0) * PAIRS
+    part = gl.program_id(1)
+    sequence = gl.program_id(2).to(gl.int64)
+    length = gl.load(lengths + sequence)
+    start = part * PART
+    if start < length:
+        stop = gl.minimum(start + PART, length)
+        table += sequence * table_width
+        query_latent = gl.allocate_shared_memory(gl.bfloat16, [PAIRS, LATENT], _OPERAND)
+        query_shared = gl.allocate_shared_memory(gl.bfloat16, [PAIRS, SHARED], _OPERAND)
+        latents = gl.allocate_shared_memory(gl.bfloat16, [2, TILE, LATENT], _OPERAND)
+        shareds = gl.allocate_shared_memory(gl.bfloat16, [2, TILE, SHARED], _OPERAND)
+        weights = gl.allocate_shared_memory(gl.bfloat16, [PAIRS, TILE], _OPERAND)
+        row = first + gl.arange(0, PAIRS, gl.SliceLayout(1, _WIDE))
+        d = gl.arange(0, LATENT, gl.SliceLayout(0, _WIDE))
+        _copy(query_latent, q + ((sequence * rows + row) * WIDTH)[:, None] + d[None, :], mask=(row < rows)[:, None])
+        row = first + gl.arange(0, PAIRS, gl.SliceLayout(1, _NARROW))
+        d = gl.arange(0, SHARED, gl.SliceLayout(0, _NARROW))
+        _copy(query_shared, q + ((sequence * rows + row) * WIDTH)[:, None] + (LATENT + d)[None, :], mask=(row < rows)[:, None])
+        _ask(latents.index(0), shareds.index(0), pages, table, _page(table, start, stop, PAGE), start, stop, PAGE, TILE, LATENT, SHARED)
+        _ask(latents.index(1), shareds.index(1), pages, table, _page(table, start + TILE, stop, PAGE), start + TILE, stop, PAGE, TILE, LATENT, SHARED)
+        row = first + gl.arange(0, PAIRS, gl.SliceLayout(1, SCORES))
+        k = gl.arange(0, TILE, gl.SliceLayout(0, SCORES))
+        everyone = length - window + 1
+        limit = everyone + row // HEADS
+        nothing = gl.zeros([PAIRS, TILE], gl.float32, SCORES)
+        acc = gl.zeros([PAIRS, LATENT], gl.float32, SUMS)
+        top = gl.full([PAIRS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
+        total = gl.zeros([PAIRS], gl.float32, gl.SliceLayout(1, SCORES))
+        async_copy.wait_group(1)
+        fence_async_shared()
+        _wait()
+        score = warpgroup_mma(query_latent, latents.index(0).permute((1, 0)), nothing, use_acc=False, is_async=True)
+        score = warpgroup_mma(query_shared, shareds.index(0).permute((1, 0)), score, is_async=True)
+        score = warpgroup_mma_wait(0, [score])
+        which = 0
+        for at in range(start, stop, TILE):
+            # The page of the tile that is asked for in this turn: its copy must not wait for it.
+            page = _page(table, at + 2 * TILE, stop, PAGE)
+            if at + TILE > everyone:
+                score = gl.where((at + k)[None, :] < limit[:, None], score, float("-inf"))
+            higher = gl.maximum(top, gl.max(score, axis=1) * scale)
+            finite = gl.where(higher == float("-inf"), 0.0, higher)
+            p = gl.exp2(score * scale - finite[:, None])
+            shrink = gl.exp2(top - finite)
+            top = higher
+            weights.store(p.to(gl.bfloat16))
+            acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, SUMS))[:, None]
+            # Behind this the weights are there, and the next tile: no other is on its way.
+            async_copy.wait_group(0)
+            fence_async_shared()
+            _wait()
+            acc = warpgroup_mma(weights, latents.index(which), acc, is_async=True)
+            score = warpgroup_mma(query_latent, latents.index(1 - which).permute((1, 0)), nothing, use_acc=False, is_async=True)
+            score = warpgroup_mma(query_shared, shareds.index(1 - which).permute((1, 0)), score, is_async=True)
+            total = total * shrink + gl.sum(p, axis=1)
+            acc = warpgroup_mma_wait(2, [acc])
+            # Both halves are through with this tile.
+            _wait()
+            _ask(latents.index(which), shareds.index(which), pages, table, page, at + 2 * TILE, stop, PAGE, TILE, LATENT, SHARED)
+            score = warpgroup_mma_wait(0, [score])
+            which = 1 - which
+        to = (sequence * parts + part) * rows
+        gl.store(maxima + to + row, top, mask=row < rows)
+        gl.store(totals + to + row, total, mask=row < rows)
+        row = first + gl.arange(0, PAIRS, gl.SliceLayout(1, SUMS))
+        d = gl.arange(0, LATENT, gl.SliceLayout(0, SUMS))
+        gl.store(sums + (to + row)[:, None] * LATENT + d[None, :], acc, mask=(row < rows)[:, None])
 
 
 @triton.jit
@@ -130,19 +184,15 @@ def _combine(sums, maxima, totals, lengths, out, rows, parts, PART: tl.constexpr
 
 def takes(sizes: Sizes, dtype: torch.dtype) -> bool:
     """Whether the kernels are for these sizes."""
-    def power(n: int, low: int, high: int) -> bool:
-        return low <= n <= high and n & (n - 1) == 0
-
-    return dtype == torch.bfloat16 and power(sizes.latent, 16, 512) and power(sizes.shared, 16, 64) and power(sizes.page, 1, 2**16)
+    return dtype == torch.bfloat16 and sizes.latent in (64, 128, 256, 512) and sizes.shared == 64 and sizes.page & (sizes.page - 1) == 0
 
 
 def decode(
-    q: torch.Tensor, pages: torch.Tensor, table: torch.Tensor, lengths: torch.Tensor, sizes: Sizes, scale: float, out_dtype: torch.dtype,
-    configuration: Configuration = DEFAULT,
+    q: torch.Tensor, pages: torch.Tensor, table: torch.Tensor, lengths: torch.Tensor, sizes: Sizes, scale: float, out_dtype: torch.dtype, part: int = PART,
 ) -> torch.Tensor:
     """As the package's `mla_decode`, of what `takes` allows. Two launches; nothing is waited for."""
     q, pages, table, lengths = (t.contiguous() for t in (q, pages, table, lengths))
-    rows, parts = sizes.window * sizes.heads, max(1, triton.cdiv(sizes.longest, configuration.part))
+    rows, parts = sizes.window * sizes.heads, max(1, triton.cdiv(sizes.longest, part))
     out = torch.empty(*q.shape[:-1], sizes.latent, dtype=out_dtype, device=q.device)
     if out.numel() == 0:
         return out
@@ -150,11 +200,10 @@ def decode(
     maxima, totals = (torch.empty(sizes.batch, parts, rows, dtype=torch.float32, device=q.device) for _ in range(2))
     _part[(triton.cdiv(rows, _PAIRS), parts, sizes.batch)](
         q, pages, table, lengths, sums, maxima, totals, rows, sizes.window, table.shape[1], parts, scale / math.log(2), HEADS=sizes.heads, PAGE=sizes.page,
-        PART=configuration.part, PAIRS=_PAIRS, TILE=configuration.tile, LATENT=sizes.latent, SHARED=sizes.shared, STAGES=configuration.stages,
-        num_warps=configuration.warps, enable_fp_fusion=True,
+        PART=part, PAIRS=_PAIRS, TILE=TILE, LATENT=sizes.latent, SHARED=sizes.shared, num_warps=8, enable_fp_fusion=True,
     )
     _combine[(rows, sizes.batch)](
-        sums, maxima, totals, lengths, out, rows, parts, PART=configuration.part, PARTS=triton.next_power_of_2(parts), LATENT=sizes.latent, AHEAD=_AHEAD,
+        sums, maxima, totals, lengths, out, rows, parts, PART=part, PARTS=triton.next_power_of_2(parts), LATENT=sizes.latent, AHEAD=_AHEAD,
         num_warps=4, enable_fp_fusion=True,
     )
     return out
