@@ -4,7 +4,7 @@
 
 `kda.py` times the whole beside its peer. This says where the time goes: a part's bytes are what it moves, so the fraction of the copy's rate is how near it
 is to its own floor. `--sweep` times the candidate launches of the walk, panels, and segments or none for 12 to 48 heads, and writes nothing: what wins goes
-to WALK and PANEL of `kernels/kda/forward.py` and to SEGMENT_HEADS of `segments.py`.
+to `walk_launch` and PANEL of `kernels/kda/forward.py` and to SEGMENT_HEADS of `segments.py`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ PREPARED = fw.WORKSPACE_BYTES
 PREPARE_BYTES, WALK_BYTES = 3 * 256 + 2 + PREPARED, PREPARED + 2 * 256
 """A token and head: q, k, z, beta in and the workspace out; the workspace and v in, o out."""
 
-PREPARE_FLOPS = 8 * 2 * 64 * 128 + 6 * 2 * 64 * 64
+PREPARE_FLOPS = 2 * 2 * 64 * 128 + 2 * 2 * 16 * 128 + 9 * 2 * 16 * 16
 WALK_FLOPS = 3 * 2 * 128 * 128 + 2 * 2 * 64 * 128
-"""A token and head: eight products with keys and six of the inverse; three with the state and two with squares."""
+"""A token and head: products with 64 keys and norms, both for q and k, and nine of the inverse; three with the state and two with squares."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def parts(shape: Shape, rounds: int) -> list[harness.Row]:
     space = fw.Workspace.of(layout.pieces, shape.heads, x.q.device)
     o, final = torch.empty_like(x.v), torch.empty(1, shape.heads, fw.WIDTH, fw.WIDTH, device="cuda")
     prepare = harness.measure(partial(fw.prepare, x, layout, space, 0, layout.pieces), rounds=rounds)
-    walk = harness.measure(partial(fw.walk, x, layout, space, None, o, final, 0, layout.pieces, fw.WALK), rounds=rounds)
+    walk = harness.measure(partial(fw.walk, x, layout, space, None, o, final, 0, layout.pieces, fw.walk_launch(shape.heads)), rounds=rounds)
     del space
     whole = harness.measure(partial(fw.forward, x, None), rounds=rounds)
     return [

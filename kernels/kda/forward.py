@@ -14,8 +14,8 @@ import torch
 
 from driftline.kernels.kda.segments import SEGMENT, segmented
 
-__all__ = ["CHUNK", "PANEL", "PREPARE", "WALK", "WALK_CANDIDATES", "WIDTH", "WORKSPACE_BYTES", "Inputs", "Launch", "Layout",
-           "Workspace", "compose", "forward", "layout_of", "prepare", "walk"]
+__all__ = ["CHUNK", "PANEL", "WALK", "WALK_CANDIDATES", "WIDTH", "WORKSPACE_BYTES", "Inputs", "Launch", "Layout",
+           "Workspace", "compose", "forward", "layout_of", "prepare", "walk", "walk_launch"]
 
 CHUNK = 64
 """Tokens a chunk; a carried state at a multiple of it continues with the same bits."""
@@ -31,18 +31,28 @@ WORKSPACE_BYTES = 3 * 2 * WIDTH + 2 * 2 * CHUNK + 4 * WIDTH // CHUNK + 4
 
 
 class Launch(NamedTuple):
-    """How a kernel is launched: value columns a program, warps, stages of its pipeline."""
+    """How a kernel that carries states is launched: value columns a program, warps."""
 
     columns: int
     warps: int
-    stages: int
 
 
-PREPARE = Launch(columns=0, warps=4, stages=1)
-WALK = Launch(columns=128, warps=8, stages=3)
-COMPOSE = Launch(columns=32, warps=8, stages=2)
-WALK_CANDIDATES = (WALK, Launch(64, 4, 3), Launch(128, 8, 2))
+MULTIPROCESSORS = 132
+"""Of an H100 or H200; only the order and the size of launches go by it, no bit."""
+
+BEGUN = 2 * MULTIPROCESSORS
+"""Programs of `prepare_chunks` that run at a time: that many later is the one for which a program prefetches."""
+
+WALK = Launch(columns=128, warps=8)
+WALK_OF_FEW = Launch(columns=64, warps=4)
+"""Half the columns and a shorter chain a chunk, while all programs find a multiprocessor."""
+
+COMPOSE = Launch(columns=32, warps=8)
+WALK_CANDIDATES = (WALK, WALK_OF_FEW)
 """What timing may choose between; the bits are the same for all of them."""
+
+_GRID = 65_535
+"""Chunks a launch can have on its second axis."""
 
 
 class Inputs(NamedTuple):
@@ -114,11 +124,15 @@ def prepare(x: Inputs, layout: Layout, space: Workspace, first: int, last: int) 
     from driftline.kernels.kda.triton_chunks import prepare_chunks
 
     steps, heads = x.q.shape[1:3]
-    prepare_chunks[((last - first) * heads,)](
-        x.q, x.k, x.z, x.beta, x.a_log, x.dt_bias, x.q if layout.table is None else layout.table, space.k_grow, space.q_grow, space.k_tail, space.inverse,
-        space.a_qk, space.decay, space.betas, first, layout.sequences, steps, heads, *x.q.stride()[:2], *x.k.stride()[:2], *x.z.stride()[:2],
-        *x.beta.stride()[:2], SCALE=WIDTH**-0.5, LOWER=x.lower_bound, VARLEN=layout.table is not None, C=CHUNK, K=WIDTH, num_warps=PREPARE.warps,
-        num_stages=PREPARE.stages, enable_fp_fusion=True)
+    ahead = -(-BEGUN // (heads * layout.a_step)) * CHUNK
+    for start in range(first, last, _GRID):
+        count = min(last - start, _GRID)
+        here = slice(start - first, start - first + count)
+        prepare_chunks[(heads, count)](
+            x.q, x.k, x.z, x.beta, x.a_log, x.dt_bias, x.q if layout.table is None else layout.table, space.k_grow[here], space.q_grow[here],
+            space.k_tail[here], space.inverse[here], space.a_qk[here], space.decay[here], space.betas[here], start, layout.sequences, steps, heads, ahead,
+            *x.q.stride()[:2], *x.k.stride()[:2], *x.z.stride()[:2], *x.beta.stride()[:2], SCALE=WIDTH**-0.5, LOWER=x.lower_bound,
+            VARLEN=layout.table is not None, C=CHUNK, K=WIDTH, num_warps=4, enable_fp_fusion=True)
 
 
 def walk(x: Inputs, layout: Layout, space: Workspace, cu_seqlens: torch.Tensor | None, o: torch.Tensor, final: torch.Tensor, first: int, last: int,
@@ -138,7 +152,7 @@ def walk(x: Inputs, layout: Layout, space: Workspace, cu_seqlens: torch.Tensor |
         given(segments.table if segments else None), given(segments.offsets if segments else None), given(x.initial_state), final, given(transfer),
         given(entries), o, first, last, layout.sequences, x.q.shape[1], heads, *x.v.stride()[:2], SEGMENT=SEGMENT // CHUNK if segments else 0,
         SUMMARY=transfer is not None, HAS_INITIAL=x.initial_state is not None, VARLEN=varlen, C=CHUNK, K=WIDTH, V=WIDTH, BV=launch.columns,
-        STAGES=launch.stages, num_warps=launch.warps, num_stages=launch.stages, enable_fp_fusion=True)
+        WARPS=launch.warps, num_warps=launch.warps, enable_fp_fusion=True)
 
 
 def compose(x: Inputs, segments: Layout, transfer: torch.Tensor, entries: torch.Tensor, final: torch.Tensor) -> None:
@@ -149,14 +163,20 @@ def compose(x: Inputs, segments: Layout, transfer: torch.Tensor, entries: torch.
     compose_segments[(WIDTH // COMPOSE.columns * segments.sequences, heads)](
         transfer, x.q if x.initial_state is None else x.initial_state, entries, final, x.q if segments.offsets is None else segments.offsets,
         segments.sequences, segments.pieces // segments.a_step, heads, HAS_INITIAL=x.initial_state is not None, VARLEN=segments.table is not None, K=WIDTH,
-        V=WIDTH, BV=COMPOSE.columns, STAGES=COMPOSE.stages, num_warps=COMPOSE.warps, num_stages=COMPOSE.stages, enable_fp_fusion=True)
+        V=WIDTH, BV=COMPOSE.columns, STAGES=2, num_warps=COMPOSE.warps, num_stages=2, enable_fp_fusion=True)
 
 
-def forward(x: Inputs, cu_seqlens: torch.Tensor | None, *, launch: Launch = WALK, panel: int = PANEL, in_segments: bool | None = None) -> tuple[
+def walk_launch(walks: int) -> Launch:
+    """For so many states walked at once. Every launch gives the same bits."""
+    return WALK_OF_FEW if walks * (WIDTH // WALK_OF_FEW.columns) <= MULTIPROCESSORS else WALK
+
+
+def forward(x: Inputs, cu_seqlens: torch.Tensor | None, *, launch: Launch | None = None, panel: int = PANEL, in_segments: bool | None = None) -> tuple[
         torch.Tensor, torch.Tensor]:
     """o [B, T, H, 128] in v's dtype and the final state [N, H, 128, 128] fp32. cu_seqlens [N + 1] int32 or int64 with B = 1, or None and N = B.
 
-    The keywords are for timing; of them only `in_segments` (None: by the rule for the number of heads) changes bits."""
+    The keywords are for timing. launch None: WALK in segments, else by `walk_launch`. Only `in_segments` (None: by the rule for the number of heads)
+    changes bits."""
     batch, steps, heads, _ = x.q.shape
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
     layout = layout_of(batch, steps, cu_seqlens, CHUNK)
@@ -176,15 +196,15 @@ def forward(x: Inputs, cu_seqlens: torch.Tensor | None, *, launch: Launch = WALK
         transfer = torch.empty(segments.pieces, heads, WIDTH, 2 * WIDTH, dtype=torch.float32, device=device)
         entries = torch.empty(segments.pieces, heads, WIDTH, WIDTH, dtype=torch.float32, device=device)
         if segments.pieces > segments.a_step:
-            walk(x, layout, space, cu_seqlens, o, final, 0, layout.pieces, launch, segments, transfer=transfer)
+            walk(x, layout, space, cu_seqlens, o, final, 0, layout.pieces, launch or WALK, segments, transfer=transfer)
         if segments.pieces > segments.a_step or segments.table is not None:
             compose(x, segments, transfer, entries, final)
-        walk(x, layout, space, cu_seqlens, o, final, 0, layout.pieces, launch, segments, entries=entries)
+        walk(x, layout, space, cu_seqlens, o, final, 0, layout.pieces, launch or WALK, segments, entries=entries)
         return o, final
     size = max(panel // (heads * CHUNK) // layout.a_step, 1) * layout.a_step
     space = Workspace.of(min(size, layout.pieces), heads, device)
     for first in range(0, layout.pieces, size):
         last = min(first + size, layout.pieces)
         prepare(x, layout, space, first, last)
-        walk(x, layout, space, cu_seqlens, o, final, first, last, launch)
+        walk(x, layout, space, cu_seqlens, o, final, first, last, launch or walk_launch(heads * layout.sequences))
     return o, final

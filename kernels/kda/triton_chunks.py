@@ -1,5 +1,5 @@
-# mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,untyped-decorator"
-"""KDA inside a chunk, as Triton kernels: everything of a chunk that does not need the state, one program a (chunk of 64, head).
+# mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,untyped-decorator,attr-defined,assignment"
+"""KDA inside a chunk, in Gluon: everything of a chunk that does not need the state, one program a (chunk of 64, head).
 
 From raw q, k, z and beta of 64 tokens a program makes, with G the inclusive sum of log2-decays from the chunk's start,
 
@@ -12,22 +12,53 @@ Range. 64 tokens may span 64 * 5 nats, more than fp32 has, so G_i - G_j is never
 anchor: 2^(G_i - a) <= 1 for its rows, and 2^(a - G_j) for keys, which is <= 1 for earlier blocks and at most e^80 inside the block. No anchor is later
 than the row it serves, so nothing that a row gets depends on what follows it.
 
-Inverse. Its 8 x 8 diagonal blocks by substitution in fp32 (never Neumann doubling, which loses everything on repeated keys), then three merges of
-blocks, [[A, 0], [-C B A, C]], whose products take fp16 operands: every entry is a product of contractions, so at most 1 in magnitude, and fp16
-keeps 2^-12 of it, less than what the final bfloat16 loses.
+Inverse. Its 16 x 16 diagonal blocks by substitution in fp32 (never Neumann doubling, which loses everything on repeated keys), then block columns from
+the last to the first, X_wJ = -(sum_m X_wm A_mJ) T_J, whose products take fp16 operands: every entry is a product of contractions, so at most 1 in
+magnitude, and fp16 keeps 11 bits of it.
 
-Layout. Tiles are loaded with their rows permuted so that, with 4 warps, a warp holds one block of 16 rows and a thread 8 consecutive ones: sums
-along tokens are then additions in registers, and what is constant a block costs one eighth.
+Layout. A warp holds a block of 16 rows, so the products of the four blocks, each with keys anchored for it, and all of the inverse but what it takes from
+other blocks are a warp's own: matrix instructions of a warp (mma.sync) and not of a group of four, and few barriers. A thread holds eight consecutive tokens
+of 8 channels: sums along tokens are additions in registers.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-__all__ = ["chunk_table", "gate_log2", "inverse_norm", "prepare_chunks"]
+__all__ = ["chunk_table", "prepare_chunks"]
 
-_LOG2E = tl.constexpr(1.4426950408889634)
+_wait = getattr(gl, "barrier", None) or gl.thread_barrier
+_copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+_reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
+
+_LOG2E = gl.constexpr(1.4426950408889634)
+_TOKENS = gl.constexpr(64)
+_WIDTH = gl.constexpr(128)
+
+_ROWS = gl.constexpr(gl.BlockedLayout([1, 1, 8, 8], [1, 2, 1, 16], [4, 1, 1, 1], [3, 2, 1, 0]))
+"""[4 blocks, 2, 8 tokens, channels]."""
+_GROUPS = gl.constexpr(gl.BlockedLayout([1, 1, 8], [1, 2, 16], [4, 1, 1], [2, 1, 0]))
+"""[4 blocks, 2, channels]: _ROWS without the tokens of a thread, as a layout of its own, for scans are of no other."""
+_BLOCKS = gl.constexpr(gl.SliceLayout(1, gl.SliceLayout(2, _ROWS)))
+_FACTORS = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0]))
+_COPIED = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
+_LINES = gl.constexpr(gl.BlockedLayout([1, 1], [16, 2], [4, 1], [1, 0]))
+_OF_BLOCKS = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8]))
+_OF_ROWS = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))
+_SOLVED = gl.constexpr(gl.BlockedLayout([1, 1, 16], [1, 16, 2], [4, 1, 1], [2, 1, 0]))
+"""[4 blocks, 16, 16], a thread a row of a block."""
+
+_WORDS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+_PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+_CUBE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+_TILE = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
+_TILES = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0]))
+_SQUARE = gl.constexpr(gl.SwizzledSharedLayout(8, 4, 2, [1, 0]))
+_SQUARES = gl.constexpr(gl.SwizzledSharedLayout(8, 4, 2, [2, 1, 0]))
 
 
 @triton.jit(do_not_specialize=["sequences", "rows"])
@@ -61,147 +92,247 @@ def chunk_table(cu_seqlens, table, offsets, sequences, rows, C: tl.constexpr, BL
             tl.store(table + at * 4, lane * 0 - 1, mask=at < rows)
 
 
-@triton.jit
-def inverse_norm(x):
-    """1 / sqrt(sum x^2 + 1e-6) over the last axis of [rows, K]: K3's epsilon, inside the root."""
-    return tl.rsqrt(tl.sum(x * x, 1) + 1e-6)
+@gluon.jit
+def _add(a, b):
+    return a + b
 
 
-@triton.jit
-def gate_log2(z, dt, a_log, LOWER: tl.constexpr):
-    """log2 of the decay, LOWER log2(e) sigmoid(exp(a_log) (z + dt)), in fp32; 0 where z is -inf. A root in place of the division: fewer
-    instructions, and the error of a square of two roundings."""
-    rate = tl.exp(a_log) * -_LOG2E
-    root = tl.rsqrt(1.0 + tl.exp2(z * rate + dt * rate))
-    return (root * (LOWER * _LOG2E)) * root
+@gluon.jit
+def _before(a, b, c, d):
+    """Of (sum of what came before, the last): the scan of it is a sum that leaves out the element itself, and never saw it."""
+    return a + b + c, d
 
 
-@triton.jit
-def _tile(x, C: tl.constexpr, K: tl.constexpr):
-    """[8, 4, 2, K], as rows are held, to [C, K] in the tokens' order, in bfloat16."""
-    return tl.reshape(tl.permute(x, (1, 2, 0, 3)), [C, K]).to(tl.bfloat16)
+@gluon.jit
+def _wide(x):
+    """bfloat16 to fp32, two at a time."""
+    return gl.inline_asm_elementwise("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=&r,=&r,r", [x], dtype=gl.float32, is_pure=True, pack=2)
 
 
-@triton.jit
-def _of_block(x, block, NUMBER: tl.constexpr):
-    return tl.sum(tl.where(block == NUMBER, x, 0.0), 0)[None, :]
+@gluon.jit
+def _prefetch(at):
+    """Ask for lines into L2, for a program that runs later."""
+    gl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1)
 
 
-@triton.jit
-def _scores(rows, same, one, two, three, block, column):
-    """Products of a row block's rows with the keys anchored at its start: `same` for its own block, `one`, `two`, `three` for blocks 1, 2, 3."""
-    a = tl.dot(rows, tl.trans(three))
-    a = tl.where(block == 2, tl.dot(rows, tl.trans(two)), a)
-    a = tl.where(block == 1, tl.dot(rows, tl.trans(one)), a)
-    return tl.where(block == column, tl.dot(rows, tl.trans(same)), a)
+@gluon.jit
+def _store_norms(norms, rows):
+    """1 / sqrt(|row|^2 + 1e-6), K3's epsilon, of [4, 16, 128]: the diagonal of a product with itself, whose terms are exact and summed in fp32."""
+    left = rows.load(gl.DotOperandLayout(0, _OF_BLOCKS, 2))
+    right = gl.convert_layout(gl.permute(left, (0, 2, 1)), gl.DotOperandLayout(1, _OF_BLOCKS, 2), assert_trivial=True)
+    squares = mma_v2(left, right, gl.zeros([4, 16, 16], gl.float32, _OF_BLOCKS))
+    down = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, _OF_BLOCKS)))[None, :, None]
+    across = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, _OF_BLOCKS)))[None, None, :]
+    norms.store(gl.rsqrt(gl.sum(gl.where(down == across, squares, 0.0), 2) + 1e-6))
 
 
-@triton.jit
-def _half_dot(a, b):
-    return tl.dot(a.to(tl.float16), b.to(tl.float16))
+@gluon.jit
+def _factor(factors, NUMBER: gl.constexpr):
+    return factors.index(NUMBER).load(_BLOCKS)[:, None, None, :]
 
 
-@triton.jit
-def _merge(t, a, block, column, WIDTH: tl.constexpr):
-    """Inverses of diagonal blocks of WIDTH to those of twice it."""
-    one = block // WIDTH
-    other = column // WIDTH
-    return t - _half_dot(t, _half_dot(tl.where((one == other + 1) & (other % 2 == 0), a, 0.0), t))
+@gluon.jit
+def _tile(x):
+    """[4, 2, 8, channels], as rows are held, to [64, channels] in bfloat16."""
+    return gl.reshape(x, [_TOKENS, _WIDTH]).to(gl.bfloat16)
 
 
-@triton.jit
-def _inverse(a, i, j, C: tl.constexpr):
-    """(I + a)^-1 for a strictly lower triangular a [64, 64] in fp32, i and j its indices."""
-    diagonal = tl.arange(0, 8)[:, None, None, None] == tl.arange(0, 8)[None, None, :, None]
-    d = tl.sum(tl.where(diagonal, tl.reshape(a, [8, 8, 8, 8]), 0.0), 2)
-    row = tl.arange(0, 8)[None, :, None]
-    col = tl.arange(0, 8)[None, None, :]
-    t = tl.where(row == col, 1.0, 0.0) + d * 0.0
-    for n in tl.static_range(7):
-        weights = tl.sum(tl.where(col == n, d, 0.0), 2)
-        known = tl.sum(tl.where(row == n, t, 0.0), 1)
-        t -= weights[:, :, None] * known[:, None, :]
-    t = tl.reshape(tl.where(diagonal, tl.broadcast_to(t[:, :, None, :], [8, 8, 8, 8]), 0.0), [C, C])
-    t = _merge(t, a, i, j, 8)
-    t = _merge(t, a, i, j, 16)
-    return _merge(t, a, i, j, 32)
+@gluon.jit
+def _element(x, index, NUMBER: gl.constexpr, axis: gl.constexpr):
+    """The one of an axis that a thread holds whole: no instruction, for anything plus -0 is itself."""
+    return gl.sum(gl.where(index == NUMBER, x, -0.0), axis)
 
 
-@triton.jit(do_not_specialize=["first_chunk", "sequences", "steps", "heads", "beta_batch", "beta_step"])
-def prepare_chunks(q, k, z, beta, a_log, dt_bias, table, k_grow, q_grow, k_tail, inverse, a_qk, decay, betas, first_chunk, sequences, steps, heads,
-                   q_batch, q_step, k_batch, k_step, z_batch, z_step, beta_batch, beta_step, SCALE: tl.constexpr, LOWER: tl.constexpr,
-                   VARLEN: tl.constexpr, C: tl.constexpr, K: tl.constexpr):
-    tile = tl.program_id(0)
-    h = tile % heads
-    chunk = tile // heads + first_chunk
+@gluon.jit
+def _half_dot(a, b, acc):
+    left = gl.convert_layout(a.to(gl.float16), gl.DotOperandLayout(0, _OF_ROWS, 2))
+    return mma_v2(left, b.load(gl.DotOperandLayout(1, _OF_ROWS, 2)), acc)
+
+
+@gluon.jit
+def _decays(z, rate, shift, LOWER: gl.constexpr):
+    """Minus the inclusive sums, from each block's start, of log2-decays LOWER log2(e) sigmoid(exp(a_log) (z + dt)), and minus each block's whole; 0 where
+    z is -inf. A root in place of the division: fewer instructions, and the error of a square of two roundings."""
+    UNIT: gl.constexpr = -1.0 / (LOWER * _LOG2E)
+    root = gl.rsqrt(gl.exp2(_wide(z) * rate + shift) * UNIT + UNIT)
+    inside = gl.associative_scan(root * root, 2, _add)
+    group = _element(inside, gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, _ROWS))))[None, None, :, None], 7, 2)
+    alone = gl.convert_layout(group, _GROUPS, assert_trivial=True)
+    before, _ = gl.associative_scan((alone * 0.0, alone), 1, _before)
+    inside += gl.convert_layout(before, gl.SliceLayout(2, _ROWS), assert_trivial=True)[:, :, None, :]
+    return inside, gl.sum(group, 1)
+
+
+@gluon.jit
+def _store_factors(factors, totals):
+    """Of minus each block's log2-decay, per block and channel: 2 to what came before it, its own, what comes after it; and from a key's block end to the
+    starts of blocks 1, 2 and 3 (back to its own start for that block's own keys). Returns the chunk's decay."""
+    COLUMN: gl.constexpr = gl.SliceLayout(0, _FACTORS)
+    g0 = totals.index(0).load(COLUMN)[None, :] * -1.0
+    g1 = totals.index(1).load(COLUMN)[None, :] * -1.0
+    g2 = totals.index(2).load(COLUMN)[None, :] * -1.0
+    g3 = totals.index(3).load(COLUMN)[None, :] * -1.0
+    block = gl.arange(0, 4, gl.SliceLayout(1, _FACTORS))[:, None]
+    own = gl.where(block == 0, g0, gl.where(block == 1, g1, gl.where(block == 2, g2, g3)))
+    back = own * -1.0
+    factors.index(0).store(gl.exp2(gl.where(block == 0, 0.0, gl.where(block == 1, g0, gl.where(block == 2, g0 + g1, g0 + g1 + g2)))))
+    factors.index(1).store(gl.exp2(own))
+    factors.index(2).store(gl.exp2(gl.where(block == 3, 0.0, gl.where(block == 2, g3, gl.where(block == 1, g3 + g2, g3 + g2 + g1)))))
+    factors.index(3).store(gl.exp2(gl.where(block == 1, back, 0.0)))
+    factors.index(4).store(gl.exp2(gl.where(block == 0, g1, gl.where(block == 2, back, 0.0))))
+    factors.index(5).store(gl.exp2(gl.where(block == 0, g1 + g2, gl.where(block == 1, g2, gl.where(block == 3, back, 0.0)))))
+    return gl.exp2(gl.sum(g0 + g1 + g2 + g3, 0))
+
+
+@gluon.jit
+def _substituted(a):
+    """(I + a)^-1 for strictly lower triangular a [4, 16, 16] in fp32, rows from right to left: t[:, :n] -= t[:, n] a[n, :n]."""
+    lines = gl.allocate_shared_memory(gl.float32, [16, 4, 16], _CUBE)
+    lines.store(gl.permute(a, (1, 0, 2)))
+    lines = _reinterpret(lines, gl.float32, [16, 4, 16], _PLAIN)
+    row = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, _SOLVED)))[None, :, None]
+    col = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, _SOLVED)))[None, None, :]
+    block = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, _SOLVED)))[:, None, None]
+    t = gl.where(row == col, 1.0, 0.0) + block.to(gl.float32) * 0.0
+    for m in gl.static_range(15):
+        line = lines.index(15 - m).load(gl.SliceLayout(1, _SOLVED))
+        known = _element(t, col, 15 - m, 2)
+        t = gl.where(col < 15 - m, t - known[:, :, None] * line[:, None, :], t)
+    return t
+
+
+@gluon.jit
+def _inverse(to, a):
+    """Stores (I + a)^-1 for a strictly lower triangular a [4 row blocks, 16, 64] in fp32 to a square [64, 64] in bfloat16."""
+    blocks = gl.reshape(a, [4, 16, 4, 16])
+    HELD: gl.constexpr = blocks.type.layout
+    down = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, HELD))))[:, None, None, None]
+    across = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, HELD))))[None, None, :, None]
+    below = gl.allocate_shared_memory(gl.float16, [16, 16, 16], _SQUARES)
+    below.store(gl.reshape(gl.permute(blocks, (2, 0, 1, 3)).to(gl.float16), [16, 16, 16]))
+    below = _reinterpret(below, gl.float16, [16, 16, 16], _SQUARE)
+    diagonal = gl.sum(gl.where(down == across, blocks, -0.0), 2)
+    solved = _substituted(diagonal)
+    narrow = gl.allocate_shared_memory(gl.float16, [4, 16, 16], _SQUARES)
+    narrow.store(solved.to(gl.float16))
+    narrow = _reinterpret(narrow, gl.float16, [4, 16, 16], _SQUARE)
+    exact = gl.allocate_shared_memory(gl.float32, [_TOKENS, 16], _PLAIN)
+    exact.store(gl.reshape(solved, [_TOKENS, 16]))
+    t = exact.load(_OF_ROWS)
+    i = gl.arange(0, 64, gl.SliceLayout(1, _OF_ROWS))[:, None]
+    j = gl.arange(0, 16, gl.SliceLayout(0, _OF_ROWS))[None, :]
+    none = gl.zeros([_TOKENS, 16], gl.float32, _OF_ROWS)
+    x3 = gl.where(i // 16 == 3, t, 0.0)
+    p = _half_dot(-x3, below.index(11), none)
+    x2 = _half_dot(p, narrow.index(2), gl.where(i // 16 == 2, t, 0.0))
+    p = _half_dot(-x3, below.index(7), _half_dot(-x2, below.index(6), none))
+    x1 = _half_dot(p, narrow.index(1), gl.where(i // 16 == 1, t, 0.0))
+    p = _half_dot(-x3, below.index(3), _half_dot(-x2, below.index(2), _half_dot(-x1, below.index(1), none)))
+    x0 = _half_dot(p, narrow.index(0), gl.where(i // 16 == 0, t, 0.0))
+    at = to + (i * _TOKENS + j)
+    gl.store(at, x0.to(gl.bfloat16))
+    gl.store(at + 16, x1.to(gl.bfloat16))
+    gl.store(at + 32, x2.to(gl.bfloat16))
+    gl.store(at + 48, x3.to(gl.bfloat16))
+
+
+@gluon.jit(do_not_specialize=["first_chunk", "sequences", "steps", "heads", "ahead", "beta_batch", "beta_step"])
+def prepare_chunks(q, k, z, beta, a_log, dt_bias, table, k_grow, q_grow, k_tail, inverse, a_qk, decay, betas, first_chunk, sequences, steps, heads, ahead,
+                   q_batch, q_step, k_batch, k_step, z_batch, z_step, beta_batch, beta_step, SCALE: gl.constexpr, LOWER: gl.constexpr,
+                   VARLEN: gl.constexpr, C: gl.constexpr, K: gl.constexpr):
+    """Program (h, n) prepares head h of chunk first_chunk + n into tile n of the workspace, with 4 warps. `ahead`: how many tokens on is the chunk that is
+    begun when this one ends; it is brought into L2."""
+    h = gl.program_id(0)
+    chunk = gl.program_id(1)
+    tile = (chunk * heads + h).to(gl.int64)
+    chunk += first_chunk
     if VARLEN:
-        batch = tl.load(table + chunk.to(tl.int64) * 4)
+        batch = gl.load(table + chunk.to(gl.int64) * 4)
         if batch < 0:
             return
-        batch = batch.to(tl.int64) * 0
-        t0 = tl.load(table + chunk.to(tl.int64) * 4 + 1).to(tl.int64)
-        left = tl.load(table + chunk.to(tl.int64) * 4 + 2)
+        batch = batch.to(gl.int64) * 0
+        t0 = gl.load(table + chunk.to(gl.int64) * 4 + 1).to(gl.int64)
+        left = gl.load(table + chunk.to(gl.int64) * 4 + 2)
     else:
-        batch = (chunk % sequences).to(tl.int64)
-        t0 = (chunk // sequences).to(tl.int64) * C
-        left = tl.minimum(steps - t0, C).to(tl.int32)
-    p = tl.arange(0, C)
-    r = (16 * ((p // 2) % 4) + 8 * (p % 2) + p // 8)[:, None]
-    c = tl.arange(0, K)
-    live = r < left
-    at = h * K + c[None, :]
-    zf = tl.load(z + batch * z_batch + t0 * z_step + at + r * z_step, mask=live, other=-float("inf")).to(tl.float32)
-    kf = tl.load(k + batch * k_batch + t0 * k_step + at + r * k_step, mask=live, other=0.0).to(tl.float32)
-    qf = tl.load(q + batch * q_batch + t0 * q_step + at + r * q_step, mask=live, other=0.0).to(tl.float32)
-    g = tl.reshape(gate_log2(zf, tl.load(dt_bias + h * K + c)[None, :], tl.load(a_log + h), LOWER), [8, 4, 2, K])
+        if sequences == 1:
+            batch = chunk.to(gl.int64) * 0
+            t0 = chunk.to(gl.int64) * C
+        else:
+            batch = (chunk % sequences).to(gl.int64)
+            t0 = (chunk // sequences).to(gl.int64) * C
+        left = gl.minimum(steps - t0, C).to(gl.int32)
+    block = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, _ROWS))))[:, None, None]
+    group = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, _ROWS))))[None, :, None]
+    token = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, _ROWS))))[None, None, :]
+    r = (block * 16 + group * 8 + token)[:, :, :, None]
+    c = gl.arange(0, K, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, _ROWS))))[None, None, None, :]
+    live = (r < left) & (c >= 0)
+    HELD: gl.constexpr = gl.reshape(live, [C, K]).type.layout
+    zb = gl.load(z + batch * z_batch + t0 * z_step + (h * K + c + r * z_step), mask=live, other=-float("inf"))
+    q_rows = gl.allocate_shared_memory(gl.bfloat16, [C, K], _TILE)
+    k_rows = gl.allocate_shared_memory(gl.bfloat16, [C, K], _TILE)
+    rt = gl.arange(0, C, gl.SliceLayout(1, _COPIED))[:, None]
+    rc = gl.arange(0, K, gl.SliceLayout(0, _COPIED))[None, :]
+    there = (rt < left) & (rc >= 0)
+    _copy(q_rows, q + batch * q_batch + t0 * q_step + h * K + (rt * q_step + rc), mask=there)
+    _copy(k_rows, k + batch * k_batch + t0 * k_step + h * K + (rt * k_step + rc), mask=there)
+    async_copy.commit_group()
+    later = gl.minimum(t0 + ahead + gl.arange(0, C, gl.SliceLayout(1, _LINES)), steps - 1)[:, None]
+    line = h * K + gl.arange(0, 2, gl.SliceLayout(0, _LINES))[None, :] * (K // 2)
+    _prefetch(z + batch * z_batch + (later * z_step + line))
+    _prefetch(q + batch * q_batch + (later * q_step + line))
+    _prefetch(k + batch * k_batch + (later * k_step + line))
 
-    half = tl.arange(0, 2)[None, :, None]
-    eight = tl.sum(g, 0)
-    before_half = tl.where(half == 0, 0.0, tl.sum(tl.where(half == 0, eight, 0.0), 1)[:, None, :])
-    inside = tl.cumsum(g, 0) + before_half[None, :, :, :]
-    block4 = tl.arange(0, 4)[:, None]
-    total = tl.sum(eight, 1)
-    g0 = _of_block(total, block4, 0)
-    g1 = _of_block(total, block4, 1)
-    g2 = _of_block(total, block4, 2)
-    g3 = _of_block(total, block4, 3)
-    before = tl.where(block4 == 0, 0.0, tl.where(block4 == 1, g0, tl.where(block4 == 2, g0 + g1, g0 + g1 + g2)))
-    after = tl.where(block4 == 3, 0.0, tl.where(block4 == 2, g3, tl.where(block4 == 1, g3 + g2, g3 + g2 + g1)))
-    start = tl.exp2(before)[None, :, None, :]
+    rate = gl.exp2(gl.load(a_log + h) * _LOG2E) * -_LOG2E
+    bias = gl.load(dt_bias + h * K + gl.arange(0, K, gl.SliceLayout(0, _BLOCKS)))
+    inside, total = _decays(zb, rate, gl.convert_layout((bias * rate)[None, None, None, :], _ROWS), LOWER)
+    totals = gl.allocate_shared_memory(gl.float32, [4, K], _PLAIN)
+    totals.store(total)
+    async_copy.wait_group(0)
+    _wait()
+    q_blocks = _reinterpret(q_rows, gl.bfloat16, [4, 16, K], _TILES)
+    k_blocks = _reinterpret(k_rows, gl.bfloat16, [4, 16, K], _TILES)
+    q_norms = gl.allocate_shared_memory(gl.float32, [4, 16], _PLAIN)
+    k_norms = gl.allocate_shared_memory(gl.float32, [4, 16], _PLAIN)
+    _store_norms(q_norms, q_blocks)
+    _store_norms(k_norms, k_blocks)
+    factors = gl.allocate_shared_memory(gl.float32, [6, 4, K], _PLAIN)
+    whole = _store_factors(factors, _reinterpret(totals, gl.float32, [4, K], _WORDS))
+    gl.store(decay + tile * K + gl.arange(0, K, gl.SliceLayout(0, _FACTORS)), whole)
+    rq = _reinterpret(q_norms, gl.float32, [4, 2, 8], _CUBE).load(gl.SliceLayout(3, _ROWS))[:, :, :, None]
+    rk = _reinterpret(k_norms, gl.float32, [4, 2, 8], _CUBE).load(gl.SliceLayout(3, _ROWS))[:, :, :, None]
+    qb = q_rows.load(HELD)
+    kb = k_rows.load(HELD)
+    keys = gl.allocate_shared_memory(gl.bfloat16, [4, C, K], _TILES)
+    place = tile * (C * K)
+    wide = r * K + c
+    grow = gl.exp2(inside * -1.0)
+    qg = gl.reshape(_wide(qb), [4, 2, 8, K]) * rq * grow
+    q_rows.store(_tile(qg))
+    gl.store(q_grow + place + wide, (qg * (_factor(factors, 0) * SCALE)).to(gl.bfloat16))
+    kn = gl.reshape(_wide(kb), [4, 2, 8, K]) * rk
+    kg = kn * grow
+    k_rows.store(_tile(kg))
+    gl.store(k_grow + place + wide, (kg * _factor(factors, 0)).to(gl.bfloat16))
+    same = kn * gl.exp2(inside)
+    one = same * _factor(factors, 1)
+    gl.store(k_tail + place + wide, (one * _factor(factors, 2)).to(gl.bfloat16))
+    even = gl.join(_tile(same), _tile(one * _factor(factors, 4)))
+    odd = gl.join(_tile(one * _factor(factors, 3)), _tile(one * _factor(factors, 5)))
+    keys.store(gl.reshape(gl.permute(gl.join(even, odd), (2, 3, 0, 1)), [4, C, K]))
+    aq = gl.zeros([4, 16, C], gl.float32, _OF_BLOCKS)
+    ak = gl.zeros([4, 16, C], gl.float32, _OF_BLOCKS)
+    for first in gl.static_range(0, K, K // 2):
+        right = keys.slice(first, K // 2, dim=2).permute((0, 2, 1)).load(gl.DotOperandLayout(1, _OF_BLOCKS, 2))
+        aq = mma_v2(q_blocks.slice(first, K // 2, dim=2).load(gl.DotOperandLayout(0, _OF_BLOCKS, 2)), right, aq)
+        ak = mma_v2(k_blocks.slice(first, K // 2, dim=2).load(gl.DotOperandLayout(0, _OF_BLOCKS, 2)), right, ak)
 
-    rk = inverse_norm(kf)[:, None]
-    rq = inverse_norm(qf)[:, None]
-    wide = tile.to(tl.int64) * (C * K) + r * K + c[None, :]
-    grow = tl.exp2(inside)
-    qg = tl.reshape(qf * rq, [8, 4, 2, K]) * grow
-    q_rows = _tile(qg, C, K)
-    tl.store(q_grow + wide, tl.reshape(qg * (start * SCALE), [C, K]).to(tl.bfloat16))
-    k4 = tl.reshape(kf * rk, [8, 4, 2, K])
-    kg = k4 * grow
-    k_rows = _tile(kg, C, K)
-    tl.store(k_grow + wide, tl.reshape(kg * start, [C, K]).to(tl.bfloat16))
-    keys = k4 * tl.exp2(-inside)
-    same = _tile(keys, C, K)
-    keys = keys * tl.exp2(total)[None, :, None, :]
-    tl.store(k_tail + wide, tl.reshape(keys * tl.exp2(after)[None, :, None, :], [C, K]).to(tl.bfloat16))
-    tl.store(decay + tile.to(tl.int64) * K + c, tl.exp2(tl.sum(total, 0)))
-    to_two = tl.where(block4 == 0, tl.exp2(g1), tl.where(block4 == 1, 1.0, 0.0))
-    to_three = tl.where(block4 == 0, tl.exp2(g1 + g2), tl.where(block4 == 1, tl.exp2(g2), tl.where(block4 == 2, 1.0, 0.0)))
-    one = _tile(keys, C, K)
-    two = _tile(keys * to_two[None, :, None, :], C, K)
-    three = _tile(keys * to_three[None, :, None, :], C, K)
-
-    i = p[:, None]
-    j = p[None, :]
-    block = i // 16
-    column = j // 16
-    square = tile.to(tl.int64) * (C * C) + i * C + j
-    a = _scores(q_rows, same, one, two, three, block, column)
-    tl.store(a_qk + square, tl.where(i >= j, a * SCALE, 0.0).to(tl.bfloat16))
-    logit = tl.load(beta + batch * beta_batch + (t0 + p) * beta_step + h, mask=p < left, other=-float("inf")).to(tl.float32)
-    b = tl.sigmoid(logit)
-    tl.store(betas + tile.to(tl.int64) * C + p, b)
-    a = _scores(k_rows, same, one, two, three, block, column)
-    a = tl.where(i > j, a * b[:, None], 0.0)
-    solved = _inverse(a, i, j, C)
-    tl.store(inverse + square, solved.to(tl.bfloat16))
+    p = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, _OF_BLOCKS)))[:, None] * 16
+    p += gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, _OF_BLOCKS)))[None, :]
+    logit = gl.load(beta + batch * beta_batch + (t0 + p) * beta_step + h, mask=p < left, other=-float("inf")).to(gl.float32)
+    b = 1.0 / (1.0 + gl.exp2(logit * -_LOG2E))
+    gl.store(betas + tile * C + p, b)
+    i = p[:, :, None]
+    j = gl.arange(0, C, gl.SliceLayout(0, gl.SliceLayout(1, _OF_BLOCKS)))[None, None, :]
+    gl.store(a_qk + tile * (C * C) + (i * C + j), gl.where(i >= j, aq * SCALE, 0.0).to(gl.bfloat16))
+    _inverse(inverse + tile * (C * C), gl.where(i > j, ak * b[:, :, None], 0.0))

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 if torch.cuda.is_available():
     sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "kernels"))
-    from kda_cases import DOUBLED, LATE_ANCHOR, Raw, altered, edited, raw, relative
+    from kda_cases import DOUBLED, LATE, LATE_ANCHOR, Raw, altered, edited, raw, relative
 
     from driftline.kernels import dispatch
     from driftline.kernels.kda import forward as fw
@@ -40,6 +40,12 @@ def poisoned() -> Iterator[None]:
     fill_new_memory(False)
 
 
+def forget_the_setting() -> None:
+    """What dispatch read of the environment, so that it reads it again."""
+    dispatch._setting.cache_clear()
+    dispatch.has_triton.cache_clear()
+
+
 def states(count: int, heads: int) -> torch.Tensor:
     return 0.3 * torch.randn(count, heads, 128, 128, device="cuda", generator=torch.Generator("cuda").manual_seed(9))
 
@@ -51,7 +57,7 @@ def exact(x: Raw, state: torch.Tensor | None = None) -> tuple[torch.Tensor, torc
 
 def run(x: Raw, state: torch.Tensor | None = None, cu: torch.Tensor | None = None, launch: fw.Launch | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     inputs = kernel_inputs(x.q, x.k, x.v, x.z, x.beta, x.a_log, x.dt_bias, -5.0, state)
-    return fw.forward(inputs, cu, launch=launch or fw.WALK)
+    return fw.forward(inputs, cu, launch=launch)
 
 
 @pytest.mark.parametrize("heads", ["MANY", "FEW"])
@@ -77,7 +83,7 @@ def test_one_key_for_sixteen_thousand_tokens_stays_finite() -> None:
     assert o.abs().max() < 10
 
 
-@pytest.mark.parametrize("heads", [20, 4])
+@pytest.mark.parametrize("heads", [52, 4])
 def test_packed_sequences_of_any_length_get_what_each_gets_alone(heads: int) -> None:
     lengths = [0, 15, 1, 64, 0, 1500, 2049, 63, 1]
     cu = torch.tensor([0, *lengths], device="cuda").cumsum(0)
@@ -95,7 +101,7 @@ def test_packed_sequences_of_any_length_get_what_each_gets_alone(heads: int) -> 
         start = stop
 
 
-@pytest.mark.parametrize("heads", [20, 4])
+@pytest.mark.parametrize("heads", [52, 4])
 def test_row_of_any_batch_gets_what_it_gets_alone(heads: int) -> None:
     x = raw(512, 130, heads, device="cuda")
 
@@ -123,7 +129,7 @@ def test_a_thousand_repeats_have_one_result(heads: int) -> None:
 
 
 @pytest.mark.parametrize("token", [1, 37, 640, 1024, 1030])
-@pytest.mark.parametrize("heads", [20, 4])
+@pytest.mark.parametrize("heads", [52, 4])
 def test_what_follows_does_not_change_a_bit_of_what_came_before(heads: int, token: int) -> None:
     x = raw(1, 1100, heads, device="cuda")
     before, _ = run(x)
@@ -135,8 +141,8 @@ def test_what_follows_does_not_change_a_bit_of_what_came_before(heads: int, toke
 
 
 def test_an_anchor_after_the_row_would_be_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    x = raw(1, 64, 20, device="cuda")
-    monkeypatch.setattr(triton_chunks, "prepare_chunks", altered(triton_chunks, tmp_path, grow=LATE_ANCHOR).prepare_chunks)
+    x = raw(1, 64, 52, device="cuda")
+    monkeypatch.setattr(triton_chunks, "prepare_chunks", altered(triton_chunks, tmp_path, LATE, grow=LATE_ANCHOR).prepare_chunks)
     before, _ = run(x)
     after, _ = run(edited(x, 37))
     assert relative(before, exact(x)[0]) < 0.01, "the same function but for rounding"
@@ -144,13 +150,13 @@ def test_an_anchor_after_the_row_would_be_found(tmp_path: Path, monkeypatch: pyt
 
 
 def test_an_inverse_by_doubling_would_be_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    x = raw(1, 256, 20, keys="near_identical", device="cuda")
+    x = raw(1, 256, 52, keys="near_identical", device="cuda")
     right = relative(run(x)[0], exact(x)[0])
-    monkeypatch.setattr(triton_chunks, "prepare_chunks", altered(triton_chunks, tmp_path, DOUBLED, solved="_doubled(a, i, j)").prepare_chunks)
+    monkeypatch.setattr(triton_chunks, "prepare_chunks", altered(triton_chunks, tmp_path, DOUBLED, solved="_doubled(diagonal)").prepare_chunks)
     assert not relative(run(x)[0], exact(x)[0]) < 3 * right
 
 
-@pytest.mark.parametrize(("heads", "cut"), [(20, 640), (4, 1024)])
+@pytest.mark.parametrize(("heads", "cut"), [(52, 640), (4, 1024)])
 def test_pieces_with_a_carried_state_have_the_bits_of_the_whole(heads: int, cut: int) -> None:
     x = raw(1, 1100, heads, device="cuda")
     o, final = run(x)
@@ -161,7 +167,7 @@ def test_pieces_with_a_carried_state_have_the_bits_of_the_whole(heads: int, cut:
 
 
 def test_every_way_to_launch_the_walk_gives_the_same_bits() -> None:
-    x, state = raw(1, 700, 20, device="cuda"), states(1, 20)
+    x, state = raw(1, 700, 52, device="cuda"), states(1, 52)
     o, final = run(x, state)
     for launch in fw.WALK_CANDIDATES:
         other, other_final = run(x, state, launch=launch)
@@ -190,19 +196,25 @@ def test_offsets_beyond_two_to_the_thirty_first_are_reached() -> None:
 
 
 def test_slices_of_a_wider_projection_are_read_where_they_lie() -> None:
-    x = raw(2, 200, 20, device="cuda")
+    x = raw(2, 200, 52, device="cuda")
     q, k, v = torch.stack([x.q, x.k, x.v], 2).unbind(2)
     assert all(torch.equal(a, b) for a, b in zip(run(x._replace(q=q, k=k, v=v)), run(x), strict=True))
 
 
+def forget_setting() -> None:
+    """The setting is read once a process."""
+    dispatch.has_triton.cache_clear()
+    dispatch._setting.cache_clear()
+
+
 def test_the_call_takes_the_kernels_when_they_are_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    x = raw(1, 200, 20, device="cuda")
+    x = raw(1, 200, 52, device="cuda")
     results = []
     for setting in ("triton", "reference"):
         monkeypatch.setenv("DRIFTLINE_KERNELS", setting)
-        dispatch.has_triton.cache_clear()
+        forget_setting()
         results.append(kda(x.q, x.k, x.v, x.z, x.beta, x.a_log, x.dt_bias))
-    dispatch.has_triton.cache_clear()
+    forget_setting()
     (o, final), (composed, _) = results
     assert torch.equal(o, run(x)[0])
     assert torch.equal(final, run(x)[1])

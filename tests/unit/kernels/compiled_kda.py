@@ -4,7 +4,6 @@ test_kernels_interpreted.py in a process of its own."""
 from __future__ import annotations
 
 import torch
-import triton
 
 from driftline.kernels.kda import forward as fw
 from driftline.kernels.offline import SHARED_LIMIT, CompiledKernel, compiling_for
@@ -12,8 +11,8 @@ from driftline.kernels.offline import SHARED_LIMIT, CompiledKernel, compiling_fo
 torch.set_num_threads(1)
 
 STEPS = 8192
-SPILLED = {"prepare_chunks": 128 if triton.__version__.startswith("3.6") else 1024, "walk_chunks": 48, "compose_segments": 64, "chunk_table": 0}
-"""Bytes of stack a thread at most. Preparing holds 64 rows of three fp32 tensors in its registers; what spills depends on the compiler's order."""
+SPILLED = {"prepare_chunks": 64, "walk_chunks": 16, "compose_segments": 64, "chunk_table": 0}
+"""Bytes of stack a thread at most."""
 
 
 def compiled(heads: int, sequences: int | None) -> dict[str, list[CompiledKernel]]:
@@ -38,7 +37,7 @@ def check(found: dict[str, list[CompiledKernel]]) -> None:
         for kernel in kernels:
             assert kernel.shared <= SHARED_LIMIT, kernel
             assert kernel.stack <= SPILLED[name], kernel
-            assert kernel.count("HMMA") == 0, kernel
+            assert (kernel.count("HMMA") > 0) is (name == "prepare_chunks"), kernel
 
 
 def products(kernel: CompiledKernel) -> tuple[int, int]:
@@ -51,14 +50,16 @@ def test_many_heads_take_two_launches_with_wide_accesses_and_the_state_in_regist
     check(found)
     assert {name: len(kernels) for name, kernels in found.items()} == {"prepare_chunks": 1, "walk_chunks": 1}
     prepare, walk = found["prepare_chunks"][0], found["walk_chunks"][0]
-    assert prepare.grid == (STEPS // 64 * 96,)
-    assert prepare.count(r"LDG\.E\.128") >= 3 * 8, "q, k and z, 16 bytes an access"
+    assert prepare.grid == (96, STEPS // 64)
+    assert 2 * (prepare.shared + 1024) <= 228 * 1024, "two programs fit a multiprocessor"
+    assert prepare.count(r"LDG\.E\.128") >= 8, "z, 16 bytes an access"
+    assert prepare.count(r"LDGSTS\.E\.BYPASS\.128") == 2 * 8, "q and k, copied"
     assert prepare.count(r"STG\.E\.128") >= 3 * 8
-    assert products(prepare) == (8 * 8 + 6 * 4, 14)
+    assert prepare.count("HMMA") == 2 * 64 + 2 * 16 + 9 * 2, "scores, norms and the inverse"
     assert walk.grid == (1, 96)
-    assert walk.count(r"LDGSTS\.E\.BYPASS\.128") >= 2 * 16, "five tiles copied ahead, 16 bytes an access"
-    assert products(walk) == (8 + 8 + 4 + 4 + 4, 5)
-    assert walk.shared > 2 * 64 * 1024, "at least two chunks in flight"
+    assert walk.count(r"LDGSTS\.E\.BYPASS\.128") == 2 * 21, "six tiles and a vector copied ahead, 16 bytes an access, from two places"
+    assert products(walk) == (8 + 8 + 4 + 4 + 4, 4)
+    assert walk.shared > 2 * 80 * 1024, "two chunks at a time"
 
 
 def test_few_heads_of_packed_sequences_with_states_compile_too() -> None:

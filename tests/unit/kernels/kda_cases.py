@@ -1,26 +1,16 @@
-"""Inputs for the KDA kernels, and an interpreter that rounds and multiplies bfloat16 as a device does.
-
-Triton's own interpreter multiplies the bits of bfloat16 as integers, cuts where a device rounds to nearest, and leaves sums to the host's BLAS, whose
-order depends on an element's place. Here a product adds one term after the other in fp32, so that an element knows nothing of its place.
-"""
+"""Inputs for the KDA kernels, and copies of the kernels in which something is wrong, to show that a check can fail."""
 
 from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
-import pytest
 import torch
-from triton.language import bfloat16, float32
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-__all__ = ["DOUBLED", "GATES", "KEYS", "LATE_ANCHOR", "Raw", "altered", "as_the_device", "edited", "raw", "relative"]
+__all__ = ["DOUBLED", "GATES", "KEYS", "LATE", "LATE_ANCHOR", "Raw", "altered", "edited", "raw", "relative"]
 
 KEYS = ("random", "identical", "near_identical", "correlated")
 GATES = ("fast", "mixed", "slow", "fastest")
@@ -87,28 +77,45 @@ def relative(value: torch.Tensor, exact: torch.Tensor) -> float:
     return float((value.double() - exact.double()).norm() / exact.double().norm().clamp_min(1e-300))
 
 
-LATE_ANCHOR = "tl.exp2(inside - total[None, :, None, :]).to(tl.bfloat16).to(tl.float32) * tl.exp2(total)[None, :, None, :]"
-"""For `grow`: the same function, rounded relative to the end of the row's block, so to tokens after it."""
+LATE_ANCHOR = "gl.exp2(_end(inside) - inside).to(gl.bfloat16).to(gl.float32) * gl.exp2(_end(inside) * -1.0)"
+"""For `grow`, with LATE: the same function, rounded relative to the end of the row's group of eight tokens, so to tokens after it."""
+
+LATE = """
+
+@gluon.jit
+def _end(inside):
+    token = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, _ROWS))))[None, None, :, None]
+    return _element(inside, token, 7, 2)[:, :, None, :]
+"""
 
 DOUBLED = """
 
-@triton.jit
-def _doubled(a, i, j):
-    t = tl.where(i == j, 1.0, 0.0) - a
+@gluon.jit
+def _product(a, b):
+    left = gl.convert_layout(a.to(gl.float16), gl.DotOperandLayout(0, _OF_BLOCKS, 2))
+    return mma_v2(left, gl.convert_layout(b.to(gl.float16), gl.DotOperandLayout(1, _OF_BLOCKS, 2)), gl.zeros([4, 16, 16], gl.float32, _OF_BLOCKS))
+
+
+@gluon.jit
+def _doubled(a):
+    a = gl.convert_layout(a, _OF_BLOCKS)
+    row = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, _OF_BLOCKS)))[None, :, None]
+    col = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, _OF_BLOCKS)))[None, None, :]
+    t = gl.where(row == col, 1.0, 0.0) - a
     power = a
-    for _ in tl.static_range(5):
-        power = _half_dot(power, power)
-        t += _half_dot(t, power)
-    return t
+    for _ in gl.static_range(3):
+        power = _product(power, power)
+        t += _product(t, power)
+    return gl.convert_layout(t, _SOLVED)
 """
-"""For `solved`, as `_doubled(a, i, j)`: the inverse by Neumann doubling in fp16."""
+"""For `solved`, as `_doubled(diagonal)`: the inverses of diagonal blocks by Neumann doubling in fp16."""
 
 
 def altered(kernels: ModuleType, folder: Path, more: str = "", **lines: str) -> ModuleType:
     """A copy of a module of kernels, with more code at its end, in which each named assignment computes something else: to show that a check can fail."""
     source = Path(str(kernels.__file__)).read_text() + more
     for name, value in lines.items():
-        source, count = re.subn(rf"^(    {name} = ).*$", rf"\g<1>{value}", source, flags=re.MULTILINE)
+        source, count = re.subn(rf"^( +{name} = ).*$", rf"\g<1>{value}", source, flags=re.MULTILINE)
         assert count == 1, f"{name} is assigned {count} times"
     path = folder / f"altered_{kernels.__name__.rsplit('.', 1)[-1]}.py"
     path.write_text(source)
@@ -118,33 +125,3 @@ def altered(kernels: ModuleType, folder: Path, more: str = "", **lines: str) -> 
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def _values(handle: Any) -> np.ndarray[Any, np.dtype[np.float32]]:
-    data: np.ndarray[Any, Any] = handle.data
-    return (data.astype(np.uint32) << 16).view(np.float32) if handle.dtype.scalar == bfloat16 else data.astype(np.float32)
-
-
-def _dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
-    left, right, total = _values(a), _values(b), d.data.copy()
-    for k in range(left.shape[1]):
-        total += left[:, k, None] * right[None, k, :]
-    return TensorHandle(total, d.dtype.scalar)
-
-
-@contextmanager
-def as_the_device() -> Iterator[None]:
-    """Inside, the interpreter's products of bfloat16 are products, and narrowing to it rounds to nearest, ties to even."""
-    cut = InterpreterBuilder.cast_impl
-
-    def cast(self: Any, src: Any, dst_type: Any) -> Any:
-        if src.dtype.scalar == float32 and dst_type.scalar == bfloat16:
-            bits = src.data.view(np.uint32)
-            rounded = ((bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-            return TensorHandle(np.where(np.isnan(src.data), np.uint16(0x7FFF), rounded), bfloat16)
-        return cut(self, src, dst_type)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(InterpreterBuilder, "create_dot", _dot)
-        patch.setattr(InterpreterBuilder, "cast_impl", cast)
-        yield

@@ -1,29 +1,37 @@
-"""The KDA forward kernels, as Triton's interpreter runs them on the CPU, against the recurrence in fp64. Run by test_kernels_interpreted.py in a
-process of its own."""
+"""The KDA forward kernels as the compiler leaves them for Hopper, their PTX run on the CPU, against the recurrence in fp64 and bit for bit against
+themselves. Run by test_kernels_interpreted.py in a process of its own."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kda_cases import DOUBLED, LATE_ANCHOR, Raw, altered, as_the_device, edited, raw, relative
+from kda_cases import DOUBLED, LATE, LATE_ANCHOR, Raw, altered, edited, raw, relative
+from ptx_machine import launches_of, run_on_cpu
 
 from driftline.kernels.kda import forward as fw
 from driftline.kernels.kda import segments, triton_chunks
 from driftline.kernels.kda.operator import kda_composed, kernel_inputs
+from driftline.kernels.offline import CompiledKernel, compiling_for
 
 torch.set_num_threads(1)
 
 Result = tuple[torch.Tensor, torch.Tensor]
 
 
-@pytest.fixture(autouse=True)
-def device() -> Iterator[None]:
-    with as_the_device():
+KERNELS: list[CompiledKernel] = []
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiler() -> Iterator[None]:
+    """One for the whole file, so that nothing is compiled twice."""
+    global KERNELS
+    with compiling_for(90) as KERNELS:
         yield
 
 
@@ -38,8 +46,20 @@ def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fw, "SEGMENT", 128)
 
 
+def forward(inputs: fw.Inputs, cu: torch.Tensor | None = None, **options: Any) -> Result:
+    """`fw.forward`, whose launches are run on the CPU; no shared memory is read or overwritten without a barrier between."""
+    results: list[Result] = []
+    launches = launches_of(lambda: results.append(fw.forward(inputs, cu, **options)), KERNELS)
+    if launches:
+        for output in results[0]:
+            output.fill_(float("nan"))
+        given = [x for x in (*inputs, cu, *results[0]) if isinstance(x, torch.Tensor)]
+        assert run_on_cpu(launches, given) == set()
+    return results[0]
+
+
 def run(x: Raw, state: torch.Tensor | None = None, cu: torch.Tensor | None = None, panel: int = fw.PANEL) -> Result:
-    return fw.forward(kernel_inputs(*x, -5.0, state), cu, panel=panel)
+    return forward(kernel_inputs(*x, -5.0, state), cu, panel=panel)
 
 
 def exact(x: Raw, state: torch.Tensor | None = None, cu: torch.Tensor | None = None) -> Result:
@@ -124,7 +144,7 @@ def test_what_follows_does_not_change_a_bit_of_what_came_before(plain: None, tok
 
 
 def test_an_anchor_after_the_row_would_be_found(plain: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = altered(triton_chunks, tmp_path, grow=LATE_ANCHOR)
+    wrong = altered(triton_chunks, tmp_path, LATE, grow=LATE_ANCHOR)
     monkeypatch.setattr(triton_chunks, "prepare_chunks", wrong.prepare_chunks)
     x = raw(1, 64, 1)
     before, _ = run(x)
@@ -136,7 +156,7 @@ def test_an_anchor_after_the_row_would_be_found(plain: None, tmp_path: Path, mon
 def test_an_inverse_by_doubling_would_be_found(plain: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     x = raw(1, 128, 1, keys="near_identical")
     right = relative(run(x)[0], exact(x)[0])
-    wrong = altered(triton_chunks, tmp_path, DOUBLED, solved="_doubled(a, i, j)")
+    wrong = altered(triton_chunks, tmp_path, DOUBLED, solved="_doubled(diagonal)")
     monkeypatch.setattr(triton_chunks, "prepare_chunks", wrong.prepare_chunks)
     assert not relative(run(x)[0], exact(x)[0]) < 3 * right
 
@@ -183,7 +203,7 @@ def test_slices_of_a_wider_projection_are_read_where_they_lie(plain: None) -> No
     assert not q.is_contiguous()
     inputs = kernel_inputs(q, k, v, *x[3:], -5.0, None)
     assert inputs.q.data_ptr() == q.data_ptr()
-    assert all(torch.equal(a, b) for a, b in zip(fw.forward(inputs, None), run(x), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(forward(inputs), run(x), strict=True))
 
 
 def test_positions_that_neither_decay_nor_write_leave_the_state(plain: None) -> None:
@@ -199,7 +219,10 @@ def test_positions_that_neither_decay_nor_write_leave_the_state(plain: None) -> 
 @given(st.lists(st.integers(0, 700), max_size=9), st.sampled_from([64, 128]))
 def test_the_table_names_every_piece_of_every_sequence(lengths: list[int], tokens: int) -> None:
     cu = torch.tensor([0, *lengths]).cumsum(0)
-    layout = fw.layout_of(1, int(cu[-1]), cu, tokens)
+    layouts: list[fw.Layout] = []
+    launches = launches_of(lambda: layouts.append(fw.layout_of(1, int(cu[-1]), cu, tokens)), KERNELS)
+    assert run_on_cpu(launches, [cu]) == set()
+    (layout,) = layouts
     want = [[n, int(cu[n]) + i * tokens, min(tokens, length - i * tokens), i] for n, length in enumerate(lengths) for i in range(-(-length // tokens))]
     assert layout.table is not None
     assert layout.offsets is not None
@@ -213,7 +236,7 @@ def test_the_table_names_every_piece_of_every_sequence(lengths: list[int], token
 def test_sequences_without_any_token_keep_their_states(lengths: list[int], in_segments: bool) -> None:
     x, state = raw(1, 1, 1).tokens(0, 0), states(len(lengths))
     inputs = kernel_inputs(x.q, x.k, x.v, x.z, x.beta, x.a_log, x.dt_bias, -5.0, state)
-    o, final = fw.forward(inputs, torch.zeros(len(lengths) + 1, dtype=torch.int32), in_segments=in_segments)
+    o, final = forward(inputs, torch.zeros(len(lengths) + 1, dtype=torch.int32), in_segments=in_segments)
     assert o.shape == x.v.shape
     assert torch.equal(final, state)
 
