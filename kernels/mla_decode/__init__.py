@@ -28,7 +28,7 @@ def mla_decode(
     and 2,048 rows); by default what the tables have room for. Returns [B, H, latent] or [B, T, H, latent] in out_dtype, float32 or bfloat16.
 
     Not differentiable. The kernels take bfloat16, a latent of 64, 128, 256 or 512, a shared key of 64 and pages of a power of two; others are computed by the
-    reference.     Raises ValueError.
+    reference. Raises ValueError.
     """
     sizes = checked(q, pages, table, lengths, latent, max_length)
     if out_dtype not in (torch.float32, torch.bfloat16, torch.float64):
