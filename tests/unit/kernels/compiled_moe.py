@@ -11,7 +11,7 @@ import torch
 
 from driftline.kernels.moe import forward, gluon_packed, triton_forward, triton_rows
 from driftline.kernels.moe.activations import Activations
-from driftline.kernels.moe.grouped import ROWS, TABLE, Form, Pinned
+from driftline.kernels.moe.grouped import ROWS, TABLE, Form, Pinned, pinned
 from driftline.kernels.moe.plan import Plan, most_tiles
 from driftline.kernels.mxfp4.weights import ExpertWeight, Fp8Weight, Mxfp4Weight
 from driftline.kernels.offline import SHARED_LIMIT, CompiledKernel, compiling_for
@@ -140,8 +140,20 @@ def test_the_table_has_a_row_for_every_number_of_rows() -> None:
         for row in rows:
             assert INNER % row.up.features == 0
             assert LATENT % row.down.features == 0
+            if row.gathered:
+                assert form is Form.MXFP4
+                assert not fp8
+                assert (row.up.features, row.down.features) == (16 * row.up.warps, 32 * row.down.warps) == (128, 256), "as many rows as the warps of a block hold"
             assert not fp8 or row.up.features == 128, f"{form}: a group of 128 of h is rounded by one tile"
             assert (form is not Form.MXFP4) or all(p.features % (16 * p.warps) == 0 for p in (row.up, row.down))
+
+
+def test_widths_that_no_tile_of_256_divides_get_tiles_of_128() -> None:
+    for rows, gathered in ((200, True), (1, False)):
+        found = pinned(Form.MXFP4, Activations.SAME, rows * EXPERTS, EXPERTS, 384)
+        assert found.gathered is gathered
+        assert found.down.features == 128
+        assert not gathered or found.down.features == 32 * found.down.warps
 
 
 def test_the_workspace_is_that_of_a_microbatch() -> None:
