@@ -100,7 +100,7 @@ def test_what_does_not_fit_is_named(named: str) -> None:
 
 def test_configurations_are_looked_up_by_shapes() -> None:
     table = TABLE[Form.MXFP4, False]
-    for tokens, row in ((1, 0), (224, 0), (225, 1), (1024, 1), (1400, 2), (4096, 3), (8192, 4), (10**6, 4)):
+    for tokens, row in ((1, 0), (672, 0), (673, 1), (1024, 1), (1400, 2), (4096, 3), (8192, 4), (10**6, 4)):
         assert pinned(Form.MXFP4, Activations.SAME, tokens * 16, 896, 3584) == table[row]
     assert pinned(Form.MXFP4, Activations.SAME, 8192 * 16, 896, 384).down.features == 128
     assert list(ROWS) == sorted(ROWS)
