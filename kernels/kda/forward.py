@@ -104,6 +104,11 @@ class Workspace:
         return Workspace(empty(*wide), empty(*wide), empty(*wide), empty(*square), empty(*square), empty(WIDTH, dtype=torch.float32),
                          empty(CHUNK, dtype=torch.float32))
 
+    def part(self, first: int, count: int) -> Workspace:
+        """The tiles of so many of its chunks."""
+        at = slice(first, first + count)
+        return Workspace(self.k_grow[at], self.q_grow[at], self.k_tail[at], self.inverse[at], self.a_qk[at], self.decay[at], self.betas[at])
+
 
 def layout_of(batch: int, steps: int, cu_seqlens: torch.Tensor | None, tokens: int) -> Layout:
     """The pieces of `tokens` tokens of every sequence, each sequence's counted from its own start."""
@@ -127,12 +132,12 @@ def prepare(x: Inputs, layout: Layout, space: Workspace, first: int, last: int) 
     ahead = -(-BEGUN // (heads * layout.a_step)) * CHUNK
     for start in range(first, last, _GRID):
         count = min(last - start, _GRID)
-        here = slice(start - first, start - first + count)
+        to = space if count == last - first else space.part(start - first, count)
         prepare_chunks[(heads, count)](
-            x.q, x.k, x.z, x.beta, x.a_log, x.dt_bias, x.q if layout.table is None else layout.table, space.k_grow[here], space.q_grow[here],
-            space.k_tail[here], space.inverse[here], space.a_qk[here], space.decay[here], space.betas[here], start, layout.sequences, steps, heads, ahead,
-            *x.q.stride()[:2], *x.k.stride()[:2], *x.z.stride()[:2], *x.beta.stride()[:2], SCALE=WIDTH**-0.5, LOWER=x.lower_bound,
-            VARLEN=layout.table is not None, C=CHUNK, K=WIDTH, num_warps=4, enable_fp_fusion=True)
+            x.q, x.k, x.z, x.beta, x.a_log, x.dt_bias, x.q if layout.table is None else layout.table, to.k_grow, to.q_grow, to.k_tail, to.inverse,
+            to.a_qk, to.decay, to.betas, start, layout.sequences, steps, heads, ahead, *x.q.stride()[:2], *x.k.stride()[:2], *x.z.stride()[:2],
+            *x.beta.stride()[:2], SCALE=WIDTH**-0.5, LOWER=x.lower_bound, VARLEN=layout.table is not None, C=CHUNK, K=WIDTH, num_warps=4,
+            enable_fp_fusion=True)
 
 
 def walk(x: Inputs, layout: Layout, space: Workspace, cu_seqlens: torch.Tensor | None, o: torch.Tensor, final: torch.Tensor, first: int, last: int,

@@ -115,6 +115,13 @@ def test_where_panels_end_does_not_show(plain: None, cu: list[int] | None) -> No
         assert all(torch.equal(a, b) for a, b in zip(run(x, state, bounds, panel), whole, strict=True))
 
 
+def test_more_chunks_than_a_launch_can_have_take_several(plain: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = raw(1, 200, 2)
+    whole = run(x)
+    monkeypatch.setattr(fw, "_GRID", 3)
+    assert all(torch.equal(a, b) for a, b in zip(run(x), whole, strict=True))
+
+
 def test_a_row_of_a_batch_gets_what_it_gets_alone(plain: None) -> None:
     x, state = raw(3, 70, 2), states(3, 2)
     o, final = run(x, state)
