@@ -25,8 +25,8 @@ import torch
 from harness import Row, arguments, finish, graphed, measure, peak_bytes
 
 from driftline.kernels.attention_residual import Bank, OutputNorm, aggregate, attention_residual
-from driftline.kernels.attention_residual import triton as kernels
-from driftline.kernels.attention_residual.triton import Launch
+from driftline.kernels.attention_residual import staged as kernels
+from driftline.kernels.attention_residual.staged import Launch
 
 WIDTH, EPS = 7168, 1e-5
 ROWS = {"bank": 8, "separate": 4}
@@ -131,7 +131,7 @@ def pairs(quick: bool, only: str, peer: bool) -> list[Row]:
 
 
 def training_pair(tokens: int, norm: bool, case: str) -> list[Row]:
-    unmix = importlib.import_module("driftline.kernels.attention_residual.triton_backward").backward
+    unmix = importlib.import_module("driftline.kernels.attention_residual.device").backward
     inputs, rounds = Inputs(tokens, 8, False), 10 if tokens > 20_000 else 30
     delta, weight, dmoved, into = noise(tokens, WIDTH), noise(WIDTH), noise(tokens, WIDTH), noise(tokens, 8, WIDTH)
     bank, prefix, query, key = (t.detach() for t in inputs.leaves)
@@ -166,22 +166,15 @@ def decode(only: str, peer: bool) -> list[Row]:
     return out
 
 
-def candidates(pinned: Launch, rows: int, backward: bool) -> list[Launch]:
-    """The pinned one first; then L2 asked ahead, one program a multiprocessor or two where two fit, other threads, and sums in registers or in memory."""
-    one = replace(pinned, registers=None, programs=kernels.MULTIPROCESSORS)
-    out = [pinned, replace(pinned, ahead=True), one, replace(one, ahead=True)]
-    if backward:
-        out.append(replace(one, spill_sums=not pinned.spill_sums))
-    else:
-        out.append(replace(one, warps=16, vector=2))
-    if rows <= 4:
-        two = replace(pinned, registers=128, programs=2 * kernels.MULTIPROCESSORS)
-        out += [two] if backward else [two, replace(two, warps=4, vector=8, registers=255)]
+def candidates(pinned: Launch, backward: bool) -> list[Launch]:
+    """The pinned one first; then one program a multiprocessor and two, and sums over tokens in registers or in shared memory."""
+    one, two = Launch(kernels.MULTIPROCESSORS, 255), Launch(2 * kernels.MULTIPROCESSORS, 128)
+    out = [pinned, one, two, *((replace(one, sums_shared=True), replace(two, sums_shared=True)) if backward else ())]
     return list(dict.fromkeys(out))
 
 
 def sweep_case(rows: int, separate: bool, backward: bool, norm: bool, only: str) -> None:
-    tokens, unmix = 32_768, importlib.import_module("driftline.kernels.attention_residual.triton_backward").backward
+    tokens, unmix = 32_768, importlib.import_module("driftline.kernels.attention_residual.staged_backward").backward
     kept = rows if backward and not separate else 0
     case = f"{'backward' if backward else 'forward'} R={rows} {'separate' if separate else 'bank'}{' norm' if norm else ''}{f' kept={kept}' if kept else ''}"
     if only not in case:
@@ -193,7 +186,7 @@ def sweep_case(rows: int, separate: bool, backward: bool, norm: bool, only: str)
     weight = key if norm else None
     least = floor_bytes(tokens, rows + 1, backward=backward, added=kept)
     pinned = kernels.launch_of(kernels.BACKWARD if backward else kernels.FORWARD, rows, norm)[1]
-    for launch in candidates(pinned, rows, backward):
+    for launch in candidates(pinned, backward):
         run = partial(unmix, sources, into, kept, prefix, inputs.do, None, query, key, EPS, weight, EPS, launch) if backward else partial(
             kernels.forward, sources, prefix, None, query, key, EPS, weight, EPS, launch)
         time = measure(run, rounds=15).median_ms

@@ -45,9 +45,9 @@ class Aggregate(torch.autograd.Function):
                 output: torch.Tensor | None, call: Call) -> Any:
         bank = call.storage.values[:, : call.rows]
         if kernels_take(prefix, delta, bank, query, norm, output):
-            from driftline.kernels.attention_residual import triton
+            from driftline.kernels.attention_residual import device
 
-            mixed, moved = triton.forward(bank, prefix, delta, query, norm, call.eps, output, call.output_eps)
+            mixed, moved = device.forward(bank, prefix, delta, query, norm, call.eps, output, call.output_eps)
         else:
             mixed, moved = reference.aggregate(list(bank.unbind(1)), prefix, delta, query, norm, call.eps, output, call.output_eps)
             mixed = mixed.clone() if mixed is moved else mixed
@@ -70,9 +70,9 @@ class Aggregate(torch.autograd.Function):
         dmixed = _rows_of(dmixed)
         dmoved = None if dmoved is None else _rows_of(dmoved)
         if kernels_take(moved, dmixed, bank, query, norm, output):
-            from driftline.kernels.attention_residual import triton_backward
+            from driftline.kernels.attention_residual import device
 
-            sums = triton_backward.backward(bank, into, kept, moved, dmixed, dmoved, query, norm, call.eps, output, call.output_eps)
+            sums = device.backward(bank, into, kept, moved, dmixed, dmoved, query, norm, call.eps, output, call.output_eps)
             dprefix, dquery, dnorm, dweight = sums.dprefix, sums.dquery, sums.dnorm, sums.dweight
         else:
             wide = reference.aggregate_backward(list(bank.unbind(1)), moved, dmixed, dmoved, query, norm, call.eps, output, call.output_eps)
@@ -91,20 +91,20 @@ class Separate(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: torch.Tensor, norm: torch.Tensor, output: torch.Tensor | None, eps: float, output_eps: float, *sources: torch.Tensor) -> torch.Tensor:
-        from driftline.kernels.attention_residual import triton
+        from driftline.kernels.attention_residual import device
 
         ctx.save_for_backward(query, norm, output, *sources)
         ctx.eps, ctx.output_eps = eps, output_eps
-        return triton.forward(sources[:-1], sources[-1], None, query, norm, eps, output, output_eps)[0]
+        return device.forward(sources[:-1], sources[-1], None, query, norm, eps, output, output_eps)[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Tensors:
-        from driftline.kernels.attention_residual import triton_backward
+        from driftline.kernels.attention_residual import device
 
         query, norm, output, *sources = ctx.saved_tensors
         into = [torch.empty(s.shape, dtype=s.dtype, device=s.device) for s in sources[:-1]]
-        sums = triton_backward.backward(sources[:-1], into, 0, sources[-1], _rows_of(gradient), None, query, norm, ctx.eps, output, ctx.output_eps)
+        sums = device.backward(sources[:-1], into, 0, sources[-1], _rows_of(gradient), None, query, norm, ctx.eps, output, ctx.output_eps)
         return sums.dquery, sums.dnorm, sums.dweight, None, None, *into, sums.dprefix
 
 

@@ -1,5 +1,6 @@
 # mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,untyped-decorator,assignment,var-annotated"
-"""The attention residual as Triton kernels: a program holds all sources of one token, so each is read from memory once; no two programs share a sum.
+"""The attention residual as Triton kernels for any width and dtype (`staged.py` has those for K3's): a program holds all sources of one token, so each is
+read from memory once; no two programs share a sum.
 
 A token's row is its own: what is computed for it, and in which order, does not depend on how many tokens there are, which program takes it or what the
 others hold. Sources are a tile [R, THREADS, VECTOR] for each stretch of THREADS x VECTOR columns, R a power of two, and one more row, the moving prefix; D =
@@ -19,31 +20,29 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["BACKWARD", "FORWARD", "Launch", "Rows", "forward", "launch_of", "options"]
+from driftline.kernels.attention_residual.rows import Rows
+
+__all__ = ["BACKWARD", "FORWARD", "Launch", "forward", "launch_of", "options"]
+
+MULTIPROCESSORS = 132
+
 
 @dataclass(frozen=True)
 class Launch:
     """How a kernel is launched for a tile of R sources. `programs`: at most so many, each taking every programs-th token; `registers`: the most a thread
-    may take (None: the compiler's choice); `ahead`: ask L2 for the next token's rows while this one is computed; `spill_sums`: sums over tokens stay in
-    memory (in L2, in practice), not in registers."""
+    may take (None: the compiler's choice)."""
 
     warps: int
     vector: int
     programs: int
     registers: int | None = None
-    ahead: bool = False
-    spill_sums: bool = False
 
-
-MULTIPROCESSORS = 132
 
 Table = dict[tuple[int, bool], Launch]
 
-_F8, _F4, _F2, _F1 = (Launch(8, 4, n * MULTIPROCESSORS, registers) for n, registers in ((1, None), (2, 128), (2, 128), (2, 128)))
-FORWARD: Table = {(1, False): _F1, (2, False): _F2, (4, False): _F4, (8, False): _F8, (1, True): _F1, (2, True): _F2, (4, True): _F4, (8, True): _F8}
-
-_B8, _B4, _B2, _B1 = (Launch(8, 4, n * MULTIPROCESSORS, registers, spill_sums=True) for n, registers in ((1, None), (2, 128), (2, 128), (2, 128)))
-BACKWARD: Table = {(1, False): _B1, (2, False): _B2, (4, False): _B4, (8, False): _B8, (1, True): _B1, (2, True): _B2, (4, True): _B8, (8, True): _B8}
+_ONE, _TWO = Launch(8, 4, MULTIPROCESSORS), Launch(8, 4, 2 * MULTIPROCESSORS, 128)
+FORWARD: Table = {(1, False): _TWO, (2, False): _TWO, (4, False): _TWO, (8, False): _ONE, (1, True): _TWO, (2, True): _TWO, (4, True): _TWO, (8, True): _ONE}
+BACKWARD: Table = {(1, False): _TWO, (2, False): _TWO, (4, False): _TWO, (8, False): _ONE, (1, True): _TWO, (2, True): _TWO, (4, True): _ONE, (8, True): _ONE}
 """The pinned configurations, by R and whether an output norm is fused: chosen by the shape of the call alone."""
 
 OPAQUE_SHIFT = 16
@@ -167,40 +166,11 @@ def softmax(score, score1, source, rows):
     return tl.div_rn(e, total + tl.zeros_like(e)), tl.div_rn(e1, total)
 
 
-@triton.jit
-def ask_ahead(row, count):
-    """L2 is asked for `count` bytes from the pointer on, by one thread. Nothing waits for it and nothing depends on it."""
-    if not INTERPRETED:
-        tl.inline_asm_elementwise(
-            """{
-            .reg .pred first;
-            .reg .b32 thread;
-            mov.u32 thread, %tid.x;
-            setp.eq.u32 first, thread, 0;
-            @first cp.async.bulk.prefetch.L2.global [$1], $2;
-            mov.u32 $0, 0;
-            }""",
-            "=r,l,r", [row.to(tl.int64, bitcast=True), count], dtype=tl.int32, is_pure=False, pack=1,
-        )
-
-
-@triton.jit
-def ask_rows(values, strides, token, rows, R: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr):
-    """L2 is asked for the first `rows` sources of a token: one piece where they lie next to one another."""
-    BYTES: tl.constexpr = D * (values[0].dtype.element_ty.primitive_bitwidth // 8)
-    if ROW > 0:
-        ask_ahead(values[0] + token * strides[0], rows * BYTES)
-    else:
-        for i in tl.static_range(R):
-            if i < rows:
-                ask_ahead(values[i] + token * strides[i], rows * 0 + BYTES)
-
-
 # One token is no case of its own: its bits are to be those it has among others.
 @triton.jit(do_not_specialize=["tokens", "rows"])
 def _mix(values, strides, prefix, prefix_stride, delta, delta_stride, moved, query, norm, output_weight, out, tokens, rows, eps, output_eps, shift,
          R: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr, VECTOR: tl.constexpr, THREADS: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr,
-         ALIGNED: tl.constexpr, AHEAD: tl.constexpr):
+         ALIGNED: tl.constexpr):
     CHUNK: tl.constexpr = VECTOR * THREADS
     PIECES: tl.constexpr = (D + CHUNK - 1) // CHUNK
     lane = columns(THREADS, VECTOR)
@@ -208,13 +178,6 @@ def _mix(values, strides, prefix, prefix_stride, delta, delta_stride, moved, que
     there = (source < rows)[:, None, None]
     for token in range(tl.program_id(0), tokens, tl.num_programs(0)):
         at = tl.cast(token, tl.int64)
-        if AHEAD:
-            after = at + tl.num_programs(0)
-            if after < tokens:
-                ask_rows(values, strides, after, rows, R, D, ROW)
-                ask_rows((prefix,), (prefix_stride,), after, 1, 1, D, D)
-                if ADD:
-                    ask_rows((delta,), (delta_stride,), after, 1, 1, D, D)
         cells = sources_at(values, strides, at, lane, R, ROW, VECTOR, ALIGNED)
         v = ()
         u = ()
@@ -264,23 +227,6 @@ def _mix(values, strides, prefix, prefix_stride, delta, delta_stride, moved, que
                 put_piece(out + at * D, h.to(tl.float32) * weight.to(tl.float32), lane, c, D, CHUNK)
 
 
-class Rows:
-    """A token's sources beside the prefix, as a kernel is given them: [N, rows, D] with the rows of a token next to one another, or tensors [N, D] of
-    their own. Padded to R pointers with the first; with none, the prefix stands in and is never read through them."""
-
-    def __init__(self, sources: torch.Tensor | Sequence[torch.Tensor], r: int, stand_in: torch.Tensor) -> None:
-        self.row = sources.stride(1) if isinstance(sources, torch.Tensor) else 0
-        held = (sources,) if isinstance(sources, torch.Tensor) else tuple(sources) or (stand_in,)
-        self.tensors = held if self.row else held + (held[0],) * (r - len(held))
-        self.strides = tuple(t.stride(0) for t in self.tensors)
-        self.aligned = all(t.data_ptr() % 16 == 0 and t.stride(0) * t.element_size() % 16 == 0 for t in self.tensors)
-
-    def asked(self, width: int, *others: torch.Tensor | None) -> bool:
-        """Whether L2 can be asked for a token's rows, and for those of `others`: it takes pieces that begin at, and are of, multiples of sixteen bytes."""
-        tensors = [*self.tensors, *(t for t in others if t is not None)]
-        return self.row in (0, width) and all(t.data_ptr() % 16 == 0 and t.stride(0) * t.element_size() % 16 == 0 and width * t.element_size() % 16 == 0 for t in tensors)
-
-
 def forward(
     sources: torch.Tensor | Sequence[torch.Tensor], prefix: torch.Tensor, delta: torch.Tensor | None, query: torch.Tensor, norm_weight: torch.Tensor, eps: float,
     output_weight: torch.Tensor | None, output_eps: float, launch: Launch | None = None,
@@ -298,7 +244,7 @@ def forward(
         _mix[(min(tokens, launch.programs),)](
             rows.tensors, rows.strides, prefix, prefix.stride(0), delta, 0 if delta is None else delta.stride(0), moved, query, norm_weight, output_weight, out,
             tokens, count, eps, output_eps, OPAQUE_SHIFT, R=r, D=width, ROW=rows.row, VECTOR=launch.vector, THREADS=32 * launch.warps, ADD=delta is not None,
-            NORM=output_weight is not None, ALIGNED=rows.aligned, AHEAD=launch.ahead and rows.asked(width, prefix, delta), **options(launch),
+            NORM=output_weight is not None, ALIGNED=rows.even, **options(launch),
         )
     return out, moved
 

@@ -21,14 +21,13 @@ import torch
 import triton
 import triton.language as tl
 
+from driftline.kernels.attention_residual.rows import Rows
 from driftline.kernels.attention_residual.triton import (
     BACKWARD,
     OPAQUE_SHIFT,
     Launch,
-    Rows,
     _add2,
     _add3,
-    ask_rows,
     columns,
     direction,
     launch_of,
@@ -43,9 +42,9 @@ from driftline.kernels.attention_residual.triton import (
     widened,
 )
 
-__all__ = ["Sums", "backward"]
+__all__ = ["Sums", "Unfinished", "add_up", "backward", "sums_for"]
 
-_COLUMNS, _ROWS = 128, 16
+_COLUMNS, _ROWS = 32, 64
 
 
 @triton.jit
@@ -64,7 +63,7 @@ def _sum_piece(sums, begun, more, lane, c: tl.constexpr, D: tl.constexpr, CHUNK:
 def _unmix(values, strides, grads, grad_strides, prefix, prefix_stride, dprefix, do, do_stride, dmoved, dmoved_stride, query, norm, output_weight, dn_rows,
            dw_rows, tokens, rows, kept, eps, output_eps, shift, R: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr, GRAD_ROW: tl.constexpr,
            VECTOR: tl.constexpr, THREADS: tl.constexpr, BANK: tl.constexpr, KEPT: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr,
-           ALIGNED: tl.constexpr, AHEAD: tl.constexpr, SPILL: tl.constexpr):
+           ALIGNED: tl.constexpr):
     CHUNK: tl.constexpr = VECTOR * THREADS
     PIECES: tl.constexpr = (D + CHUNK - 1) // CHUNK
     lane = columns(THREADS, VECTOR)
@@ -74,23 +73,8 @@ def _unmix(values, strides, grads, grad_strides, prefix, prefix_stride, dprefix,
     program = tl.program_id(0)
     dn_row = dn_rows + program * D
     dw_row = dw_rows + program * D
-    dn = ()
-    dw = ()
-    if not SPILL:
-        for _ in tl.static_range(PIECES):
-            dn += (tl.zeros([THREADS, VECTOR], tl.float32),)
-            if NORM:
-                dw += (tl.zeros([THREADS, VECTOR], tl.float32),)
     for token in range(program, tokens, tl.num_programs(0)):
         at = tl.cast(token, tl.int64)
-        if AHEAD:
-            after = at + tl.num_programs(0)
-            if after < tokens:
-                ask_rows(values, strides, after, rows, R, D, ROW)
-                ask_rows((prefix,), (prefix_stride,), after, 1, 1, D, D)
-                ask_rows((do,), (do_stride,), after, 1, 1, D, D)
-                if KEPT:
-                    ask_rows(grads, grad_strides, after, kept, R, D, GRAD_ROW)
         cells = sources_at(values, strides, at, lane, R, ROW, VECTOR, ALIGNED)
         v = ()
         u = ()
@@ -159,8 +143,6 @@ def _unmix(values, strides, grads, grad_strides, prefix, prefix_stride, dprefix,
         if BANK:
             out = sources_at(grads, grad_strides, at, lane, R, GRAD_ROW, VECTOR, ALIGNED)
         begun = tl.minimum(token - program, 1)
-        dn_next = ()
-        dw_next = ()
         for c in tl.static_range(PIECES):
             n = direction(query, norm, lane, c, D, CHUNK)
             g = row_piece(dy, lane, c, D, CHUNK, "evict_first").to(tl.float32)
@@ -169,16 +151,10 @@ def _unmix(values, strides, grads, grad_strides, prefix, prefix_stride, dprefix,
             if NORM:
                 o = row_piece(out1, lane, c, D, CHUNK, "").to(tl.float32)
                 more = g * narrowed(o * scale, u[c].dtype).to(tl.float32)
-                if SPILL:
-                    _sum_piece(dw_row, begun, more, lane, c, D, CHUNK)
-                else:
-                    dw_next += (dw[c] + more,)
+                _sum_piece(dw_row, begun, more, lane, c, D, CHUNK)
                 g = scale * (g * row_piece(output_weight, lane, c, D, CHUNK, "evict_last").to(tl.float32)) - back * o
             more = tl.sum(x * turned, axis=0) + y * turn1
-            if SPILL:
-                _sum_piece(dn_row, begun, more, lane, c, D, CHUNK)
-            else:
-                dn_next += (dn[c] + more,)
+            _sum_piece(dn_row, begun, more, lane, c, D, CHUNK)
             if BANK:
                 dx = share * g[None, :, :] + turned * n[None, :, :] - pull_in * x
                 if KEPT:
@@ -188,17 +164,10 @@ def _unmix(values, strides, grads, grad_strides, prefix, prefix_stride, dprefix,
             if ADD:
                 dx1 += row_piece(dmoved + at * dmoved_stride, lane, c, D, CHUNK, "evict_first").to(tl.float32)
             put_piece(out1, dx1, lane, c, D, CHUNK)
-        dn = dn_next
-        dw = dw_next
-    if not SPILL:
-        for c in tl.static_range(PIECES):
-            put_piece(dn_row, dn[c], lane, c, D, CHUNK)
-            if NORM:
-                put_piece(dw_row, dw[c], lane, c, D, CHUNK)
 
 
 @triton.jit
-def _add_up(rows, count, column, mask, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _column_sums(rows, count, column, mask, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     step = tl.arange(0, ROWS)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for first in range(0, count, ROWS):
@@ -210,13 +179,13 @@ def _add_up(rows, count, column, mask, D: tl.constexpr, ROWS: tl.constexpr, COLU
 def _finish(dn_rows, dw_rows, count, query, norm, dquery, dnorm, dweight, D: tl.constexpr, NORM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     mask = column < D
-    dn = _add_up(dn_rows, count, column, mask, D, ROWS, COLUMNS)
+    dn = _column_sums(dn_rows, count, column, mask, D, ROWS, COLUMNS)
     q = tl.load(query + column, mask=mask, other=0.0).to(tl.float32)
     w = tl.load(norm + column, mask=mask, other=0.0).to(tl.float32)
     tl.store(dquery + column, narrowed(dn * w, dquery.dtype.element_ty), mask=mask)
     tl.store(dnorm + column, narrowed(dn * q, dnorm.dtype.element_ty), mask=mask)
     if NORM:
-        dw = _add_up(dw_rows, count, column, mask, D, ROWS, COLUMNS)
+        dw = _column_sums(dw_rows, count, column, mask, D, ROWS, COLUMNS)
         tl.store(dweight + column, narrowed(dw, dweight.dtype.element_ty), mask=mask)
 
 
@@ -228,6 +197,47 @@ class Sums:
     dquery: torch.Tensor
     dnorm: torch.Tensor
     dweight: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class Unfinished:
+    """Room for `Sums` and, in fp32, for the programs' own sums [programs, D]."""
+
+    sums: Sums
+    dn_rows: torch.Tensor
+    dw_rows: torch.Tensor
+
+    @property
+    def dprefix(self) -> torch.Tensor:
+        return self.sums.dprefix
+
+    def nothing(self) -> Sums:
+        """Of no tokens."""
+        for gradient in (self.sums.dquery, self.sums.dnorm, self.sums.dweight):
+            if gradient is not None:
+                gradient.zero_()
+        return self.sums
+
+
+def sums_for(prefix: torch.Tensor, query: torch.Tensor, norm_weight: torch.Tensor, output_weight: torch.Tensor | None, programs: int) -> Unfinished:
+    """Nothing in it is written yet."""
+    tokens, width = prefix.shape
+    dprefix = torch.empty(tokens, width, dtype=prefix.dtype, device=prefix.device)
+    dn_rows = torch.empty(programs, width, dtype=torch.float32, device=prefix.device)
+    dw_rows = dn_rows if output_weight is None else torch.empty_like(dn_rows)
+    dweight = None if output_weight is None else torch.empty_like(output_weight)
+    return Unfinished(Sums(dprefix, torch.empty_like(query), torch.empty_like(norm_weight), dweight), dn_rows, dw_rows)
+
+
+def add_up(unfinished: Unfinished, query: torch.Tensor, norm_weight: torch.Tensor) -> Sums:
+    """The programs' sums, added in the programs' order; one launch."""
+    programs, width = unfinished.dn_rows.shape
+    sums = unfinished.sums
+    _finish[(triton.cdiv(width, _COLUMNS),)](
+        unfinished.dn_rows, unfinished.dw_rows, programs, query, norm_weight, sums.dquery, sums.dnorm, sums.dweight, D=width, NORM=sums.dweight is not None,
+        ROWS=_ROWS, COLUMNS=_COLUMNS, num_warps=4, enable_fp_fusion=True,
+    )
+    return sums
 
 
 def backward(
@@ -245,21 +255,13 @@ def backward(
     rows = Rows(sources, r, prefix)
     into = rows if gradients is None else Rows(gradients, r, prefix)
     programs = max(1, min(tokens, launch.programs))
-    dprefix = torch.empty(tokens, width, dtype=prefix.dtype, device=prefix.device)
-    dn_rows = torch.empty(programs, width, dtype=torch.float32, device=prefix.device)
-    dw_rows = torch.empty_like(dn_rows) if norm else dn_rows
-    dquery, dnorm = torch.empty_like(query), torch.empty_like(norm_weight)
-    dweight = None if output_weight is None else torch.empty_like(output_weight)
+    sums = sums_for(prefix, query, norm_weight, output_weight, programs)
     if not tokens:
-        return Sums(dprefix, dquery.zero_(), dnorm.zero_(), None if dweight is None else dweight.zero_())
-    ahead = launch.ahead and rows.asked(width, prefix, do) and (kept == 0 or into.asked(width))
+        return sums.nothing()
     _unmix[(programs,)](
-        rows.tensors, rows.strides, into.tensors, into.strides, prefix, prefix.stride(0), dprefix, do, do.stride(0), dmoved,
-        0 if dmoved is None else dmoved.stride(0), query, norm_weight, output_weight, dn_rows, dw_rows, tokens, count, kept, eps, output_eps,
+        rows.tensors, rows.strides, into.tensors, into.strides, prefix, prefix.stride(0), sums.dprefix, do, do.stride(0), dmoved,
+        0 if dmoved is None else dmoved.stride(0), query, norm_weight, output_weight, sums.dn_rows, sums.dw_rows, tokens, count, kept, eps, output_eps,
         OPAQUE_SHIFT, R=r, D=width, ROW=rows.row, GRAD_ROW=into.row, VECTOR=launch.vector, THREADS=32 * launch.warps,
-        BANK=gradients is not None and count > 0, KEPT=kept > 0, ADD=dmoved is not None, NORM=norm, ALIGNED=rows.aligned and into.aligned, AHEAD=ahead,
-        SPILL=launch.spill_sums, **options(launch),
+        BANK=gradients is not None and count > 0, KEPT=kept > 0, ADD=dmoved is not None, NORM=norm, ALIGNED=rows.even and into.even, **options(launch),
     )
-    _finish[(triton.cdiv(width, _COLUMNS),)](dn_rows, dw_rows, programs, query, norm_weight, dquery, dnorm, dweight, D=width, NORM=norm, ROWS=_ROWS,
-                                              COLUMNS=_COLUMNS, num_warps=4, enable_fp_fusion=True)
-    return Sums(dprefix, dquery, dnorm, dweight)
+    return add_up(sums, query, norm_weight)

@@ -231,34 +231,51 @@ def test_earlier_tokens_and_earlier_aggregations_do_not_see_what_comes_later() -
     assert torch.equal(aggregate(bank, case.delta, case.query, case.norm, EPS).mixed, one)
 
 
-def test_every_candidate_of_the_sweep_gives_the_pinned_bits() -> None:
-    """Configurations of one shape of block differ in time, not in bits; one with other threads may differ in bits and is seen to."""
+def test_programs_and_registers_change_time_and_only_sums_over_tokens_change_bits() -> None:
+    """How many programs there are and what they may take does not touch a token's row; another number of programs adds tokens up in another order."""
     from dataclasses import replace
 
-    kernels = importlib.import_module("driftline.kernels.attention_residual.triton")
-    case = Case(300, 8)
-    pinned = kernels.launch_of(kernels.FORWARD, 8, False)[1]
-    moved = case.prefix
+    staged = importlib.import_module("driftline.kernels.attention_residual.staged")
+    unstaged = importlib.import_module("driftline.kernels.attention_residual.staged_backward")
+    case = Case(300, 4)
+    pinned, back = staged.launch_of(staged.FORWARD, 4, False)[1], staged.launch_of(staged.BACKWARD, 4, False)[1]
 
     def mixed(launch: object) -> torch.Tensor:
-        out: torch.Tensor = kernels.forward(case.bank, moved, None, case.query, case.norm, EPS, None, 0.0, launch)[0]
+        out: torch.Tensor = staged.forward(case.bank, case.prefix, None, case.query, case.norm, EPS, None, 0.0, launch)[0]
         return out
-
-    wanted = mixed(pinned)
-    for launch in (replace(pinned, ahead=not pinned.ahead), replace(pinned, programs=17), replace(pinned, programs=264)):
-        assert torch.equal(mixed(launch), wanted)
-    assert error(mixed(replace(pinned, warps=16, vector=2)), wanted) < 1e-3
-    unkernels = importlib.import_module("driftline.kernels.attention_residual.triton_backward")
-    back = kernels.launch_of(kernels.BACKWARD, 8, False)[1]
 
     def gradients(launch: object) -> list[torch.Tensor]:
         held = case.bank.clone()
-        sums = unkernels.backward(case.bank, held, 8, moved, case.do, case.dmoved, case.query, case.norm, EPS, None, 0.0, launch)
+        sums = unstaged.backward(case.bank, held, 4, case.prefix, case.do, case.dmoved, case.query, case.norm, EPS, None, 0.0, launch)
         return [held, sums.dprefix, sums.dquery, sums.dnorm]
 
-    first = gradients(back)
-    for launch in (replace(back, ahead=not back.ahead), replace(back, spill_sums=not back.spill_sums)):
-        assert all(torch.equal(a, b) for a, b in zip(gradients(launch), first, strict=True))
+    wanted, first = mixed(pinned), gradients(back)
+    for programs in (17, 264):
+        assert torch.equal(mixed(replace(pinned, programs=programs)), wanted)
+        others = gradients(replace(back, programs=programs))
+        assert torch.equal(others[0], first[0])
+        assert torch.equal(others[1], first[1])
+        assert error(others[2], first[2]) < NORM_BOUND
+    assert error(mixed(replace(pinned, registers=255)), wanted) < 1e-3
+    assert all(error(a, b) < 1e-3 for a, b in zip(gradients(replace(back, sums_shared=not back.sums_shared)), first, strict=True))
+
+
+def test_what_does_not_begin_at_sixteen_bytes_has_the_same_bits() -> None:
+    case = Case(60, 3)
+    wanted = case.run()[0]
+    askew = torch.empty(60 * WIDTH + 1, dtype=torch.bfloat16, device="cuda")[1:].view(60, WIDTH)
+    case.prefix = askew.copy_(case.prefix)
+    assert torch.equal(case.run()[0], wanted)
+
+
+@pytest.mark.parametrize("rows", [3, 8])
+def test_staged_kernels_agree_with_those_for_any_width(rows: int) -> None:
+    staged, plain = (importlib.import_module(f"driftline.kernels.attention_residual.{name}") for name in ("staged", "triton"))
+    case = Case(300, rows)
+    arguments = (case.bank, case.prefix, case.delta, case.query, case.norm, EPS, case.output, OUTPUT_EPS)
+    one, other = staged.forward(*arguments), plain.forward(*arguments)
+    assert torch.equal(one[1], other[1])
+    assert error(one[0], other[0]) < 1e-3
 
 
 def test_no_tokens_and_a_bank_without_rows_are_mixed() -> None:
