@@ -15,13 +15,12 @@ from functools import partial
 import harness
 import torch
 
+from driftline.kernels.moe import gluon_backward as products
 from driftline.kernels.moe import triton_backward as kernels
-from driftline.kernels.moe.backward import Wanted, backward
+from driftline.kernels.moe.backward import PINNED, Products, Wanted, backward
+from driftline.kernels.moe.gluon_wgrad import weight_gradient
 from driftline.kernels.moe.plan import plan
 from driftline.kernels.moe.triton_tiles import Form
-from driftline.kernels.moe.triton_wgrad import CANDIDATES as WEIGHT_CANDIDATES
-from driftline.kernels.moe.triton_wgrad import PINNED as WEIGHT_PINNED
-from driftline.kernels.moe.triton_wgrad import Side, WeightBlocks, weight_gradient
 from driftline.kernels.mxfp4.weights import ExpertWeight, Fp8Weight, Mxfp4Weight
 from driftline.kernels.situ_glu import reference as situ
 
@@ -89,14 +88,14 @@ def torchs_time(leaves: list[torch.Tensor], ids: torch.Tensor, dy: torch.Tensor,
 
 
 def case(name: str, form: Form, weights: tuple[ExpertWeight, ...], tokens: int, *, skew: float = 0.0, to_weights: bool = False, peer: bool = False,
-         rounds: int = 10) -> harness.Row:
+         rounds: int = 10, way: Products = PINNED) -> harness.Row:
     experts = weights[0].shape[0]
     z, dy, (ids, gates) = rows(tokens), rows(tokens), routes(tokens, experts, skew)
     wanted = Wanted(True, True, *[to_weights] * 3)
     w1, w3, w2 = weights
 
     def ours() -> object:
-        return backward(z, ids, gates, w1, w3, w2, BETAS, dy, wanted)
+        return backward(z, ids, gates, w1, w3, w2, BETAS, dy, wanted, products=way)
 
     time = harness.measure(ours, rounds=rounds).median_ms
     peak = harness.peak_bytes(ours)
@@ -120,10 +119,12 @@ def cases(arguments: object) -> list[harness.Row]:
         weights = (stack(form, experts, HIDDEN, OUTER), stack(form, experts, HIDDEN, OUTER), stack(form, experts, OUTER, HIDDEN))
         for tokens, options in plans:
             name = label + (" power-law" if options.get("skew") else "") + (" + weights" if options.get("to_weights") else "")
+            name += f", {options['way'].name.lower()}" if "way" in options else ""  # type: ignore[attr-defined]
             found.append(case(name, form, weights, tokens, **options))  # type: ignore[arg-type]
         del weights
         torch.cuda.empty_cache()
 
+    other = Products.GATHERED if PINNED is Products.SORTED else Products.SORTED
     if quick:
         add("bfloat16, 16 experts", Form.BFLOAT16, 16, [(1024, {"peer": True, "rounds": 5}), (1024, {"to_weights": True, "peer": True, "rounds": 5})])
         add("mxfp4, 112 experts", Form.MXFP4, 112, [(1024, {"rounds": 5})])
@@ -131,42 +132,51 @@ def cases(arguments: object) -> list[harness.Row]:
     add("bfloat16, 112 experts", Form.BFLOAT16, 112, [(1024, {"peer": True}), (8192, {"peer": True}), (8192, {"to_weights": True, "peer": True})])
     add("mxfp4, 896 experts", Form.MXFP4, 896, [(64, {}), (1024, {}), (8192, {}), (8192, {"skew": 1.2})])
     add("fp8, 896 experts", Form.FP8, 896, [(8192, {})])
-    add("mxfp4, 112 experts", Form.MXFP4, 112, [(8192, {})])
+    add("mxfp4, 112 experts", Form.MXFP4, 112, [(8192, {}), (8192, {"way": other})])
+    add("mxfp4, 896 experts", Form.MXFP4, 896, [(8192, {"way": other})])
+    add("bfloat16, 112 experts", Form.BFLOAT16, 112, [(8192, {"way": other})])
     return found
 
 
 def sweep(form: Form, experts: int, tokens: int = 8192) -> None:
-    """Each kernel alone in each candidate configuration."""
+    """Each kernel alone: the sorted products in each number of stages, where they take the weights, and the gathered ones."""
     w1, w3, w2 = stack(form, experts, HIDDEN, OUTER), stack(form, experts, HIDDEN, OUTER), stack(form, experts, OUTER, HIDDEN)
     z, dy, (ids, gates) = rows(tokens), rows(tokens), routes(tokens, experts)
     dh, du, out = (torch.randn(tokens * TOP, width, device="cuda", dtype=torch.bfloat16) for width in (HIDDEN, HIDDEN, OUTER))
 
-    def timed(blocks: kernels.Blocks) -> dict[str, float]:
+    def said(label: str, steps: dict[str, Callable[[], object]]) -> None:
+        times = {name: harness.measure(step, rounds=7).median_ms for name, step in steps.items()}
+        print(f"{form.name}, {experts} experts, {label}: " + ", ".join(f"{name} {time:.3f}" for name, time in times.items()) + f", sum {sum(times.values()):.3f} ms",
+              flush=True)
+
+    if products.takes(w1) and products.takes(w2):
+        table, pinned = plan(ids, experts, products.BLOCK), products.STAGES
+        for stages in (4, 5, 6, 7) if form is Form.MXFP4 else (3, 4):
+            products.STAGES = products.Stages(stages, stages)
+            said(f"{stages} stages" + (" (pinned)" if stages == (pinned.packed if form is Form.MXFP4 else pinned.dense) else ""), {
+                "sort_rows": lambda: kernels.sort_rows(z, table, TOP, out, renamed=form is Form.MXFP4),
+                "d_hidden": lambda: products.d_hidden(out, w2, table, dh),
+                "inner": lambda: products.inner(out, w1, w3, gates, dh, du, None, table, BETAS),
+                "d_input": lambda: products.d_input(dh, du, w1, w3, table, out),
+            })
+        products.STAGES = pinned
+    for blocks in kernels.CANDIDATES if form is Form.FP8 else [kernels.blocks_for(form, tokens * TOP, experts)]:
         table = plan(ids, experts, blocks.rows)
-        steps: dict[str, Callable[[], object]] = {
-            "d_hidden": lambda: kernels.d_hidden(dy, w2, table, TOP, dh, blocks),
-            "inner": lambda: kernels.inner(z, w1, w3, gates, dh, du, None, table, BETAS, blocks),
-            "d_input": lambda: kernels.d_input(dh, du, w1, w3, table, out, blocks),
-        }
-        return {name: harness.measure(step, rounds=7).median_ms for name, step in steps.items()}
-
-    for blocks in kernels.CANDIDATES[form]:
-        times = timed(blocks)
-        pinned = " (pinned)" if blocks == kernels.blocks_for(form, tokens * TOP, experts) else ""
-        said = ", ".join(f"{name} {time:.3f}" for name, time in times.items())
-        print(f"{form.name}, {experts} experts, {tuple(blocks)}{pinned}: {said}, sum {sum(times.values()):.3f} ms", flush=True)
+        inner = blocks if form is Form.FP8 else kernels.inner_blocks_for(form, tokens * TOP, experts)
+        said(f"{tuple(blocks)}" + (" (pinned)" if blocks == kernels.blocks_for(form, tokens * TOP, experts) else ""), {
+            "d_hidden": lambda t=table, b=blocks: kernels.d_hidden(dy, w2, t, TOP, dh, b),  # type: ignore[misc]
+            "inner": lambda t=table, b=inner: kernels.inner(z, w1, w3, gates, dh, du, None, t, BETAS, b),  # type: ignore[misc]
+            "d_input": lambda t=table, b=blocks: kernels.d_input(dh, du, w1, w3, t, out, b),  # type: ignore[misc]
+        })
 
 
-def sweep_weights(experts: int, tokens: int = 8192) -> None:
+def time_weights(experts: int, tokens: int = 8192) -> None:
     z, d, (ids, _) = rows(tokens), torch.randn(tokens * TOP, HIDDEN, device="cuda", dtype=torch.bfloat16), routes(tokens, experts)
-    target, table = torch.empty(experts, HIDDEN, OUTER, dtype=torch.bfloat16, device="cuda"), plan(ids, experts, 64)
-
-    def timed(blocks: WeightBlocks) -> float:
-        return harness.measure(lambda: weight_gradient(Side(d, False), Side(z, True), table, TOP, target, add=False, blocks=blocks), rounds=7).median_ms
-
-    for blocks in WEIGHT_CANDIDATES:
-        pinned = " (pinned)" if blocks == WEIGHT_PINNED else ""
-        print(f"weight gradient, {experts} experts, {tuple(blocks)}{pinned}: {timed(blocks):.3f} ms", flush=True)
+    target, table = torch.empty(experts, HIDDEN, OUTER, dtype=torch.bfloat16, device="cuda"), plan(ids, experts, products.BLOCK)
+    some = torch.empty(tokens * TOP, OUTER, dtype=torch.bfloat16, device="cuda")
+    kernels.sort_rows(z, table, TOP, some)
+    time = harness.measure(lambda: weight_gradient(d, some, table, target, add=False), rounds=7).median_ms
+    print(f"weight gradient, {experts} experts: {time:.3f} ms", flush=True)
 
 
 def sweeps(only: str) -> None:
@@ -176,7 +186,7 @@ def sweeps(only: str) -> None:
             torch.cuda.empty_cache()
     for experts in (448, 112):
         if only.lower() in f"weights {experts}":
-            sweep_weights(experts)
+            time_weights(experts)
             torch.cuda.empty_cache()
 
 

@@ -9,17 +9,34 @@ activations, the gradient is that of the product without the rounding (straight 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from enum import Enum
+from types import ModuleType
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from driftline.kernels.moe.plan import plan
+from driftline.kernels.moe.plan import Plan, plan
 from driftline.kernels.mxfp4.weights import ExpertWeight
 
-__all__ = ["MICROBATCH", "Gradients", "Wanted", "backward", "workspace_bytes"]
+if TYPE_CHECKING:
+    from driftline.kernels.moe.triton_backward import Blocks
+
+__all__ = ["MICROBATCH", "PINNED", "Gradients", "Products", "Wanted", "backward", "workspace_bytes"]
 
 MICROBATCH = 8192
 """Tokens at a time unless said otherwise: enough rows an expert that K3's weights are not what is waited for."""
+
+
+class Products(Enum):
+    """How the grouped products are made. GATHERED: rows are read where they lie (`triton_backward`), any weights and any device. SORTED: rows are copied into
+    sorted order and Hopper's copy engine reads them there (`gluon_backward`); where it does not take the weights or the device, GATHERED is taken."""
+
+    GATHERED = 0
+    SORTED = 1
+
+
+PINNED = Products.GATHERED
+"""SORTED gives the same gradients on an H200, those of bfloat16 weights and all of dh bit for bit, and has not been timed there."""
 
 
 class Wanted(NamedTuple):
@@ -47,9 +64,21 @@ def workspace_bytes(tokens: int, top_k: int, outer: int, hidden: int, *, to_w2: 
     return tokens * top_k * (2 * hidden * (3 if to_w2 else 2) + 2 * outer + 4 * -(-hidden // 64))
 
 
+class _Some(NamedTuple):
+    """A microbatch: its rows z, dy [n, Z], its gates [n, k] and what its gradients go to (d_z [n, Z], d_gates [n, k], or None); whether weights' are added to."""
+
+    z: torch.Tensor
+    dy: torch.Tensor
+    gates: torch.Tensor
+    table: Plan
+    d_z: torch.Tensor | None
+    d_gates: torch.Tensor | None
+    add: bool
+
+
 def backward(
     z: torch.Tensor, ids: torch.Tensor, gates: torch.Tensor, w1: ExpertWeight, w3: ExpertWeight, w2: ExpertWeight, betas: tuple[float, float], dy: torch.Tensor,
-    wanted: Wanted, microbatch: int | None = None,
+    wanted: Wanted, microbatch: int | None = None, products: Products = PINNED,
 ) -> Gradients:
     """z, dy bfloat16 [N, Z], ids integers [N, k], gates fp32 [N, k], w1, w3 [E, I, Z] of one form, w2 [E, Z, I], betas (beta, linear_beta).
 
@@ -58,40 +87,95 @@ def backward(
     """
     from driftline.kernels.moe import triton_backward as kernels
     from driftline.kernels.moe.triton_tiles import form
-    from driftline.kernels.moe.triton_wgrad import Side, weight_gradient
 
-    (tokens, outer), top_k, (experts, hidden, _) = z.shape, ids.shape[1], w1.shape
+    (tokens, outer), top_k, experts = z.shape, ids.shape[1], w1.shape[0]
     device, half = z.device, torch.bfloat16
     z, dy, gates, size = z.contiguous(), dy.contiguous(), gates.contiguous(), microbatch or MICROBATCH
     d_z = torch.empty((tokens, outer), dtype=half, device=device) if wanted.z else None
     d_gates = torch.empty((tokens, top_k), dtype=torch.float32, device=device) if wanted.gates else None
     weights = [torch.empty(w.shape, dtype=half, device=device) if ask and isinstance(w, torch.Tensor) else None
                for ask, w in ((wanted.w1, w1), (wanted.w3, w3), (wanted.w2, w2))]
-    d_w1, d_w3, d_w2 = weights
+    hopper = _hopper(w1, w3, w2) if products is Products.SORTED else None
+    shape = form(w1), min(size, tokens) * top_k, experts
+    blocks, inner_blocks = kernels.blocks_for(*shape), kernels.inner_blocks_for(*shape)
     for start in range(0, tokens, size):
         stop = min(start + size, tokens)
-        some_z, some_dy, some_gates, rows = z[start:stop], dy[start:stop], gates[start:stop], (stop - start) * top_k
-        blocks = kernels.blocks_for(form(w1), min(size, tokens) * top_k, experts)
-        table = plan(ids[start:stop], experts, blocks.rows)
-        dh, du = (torch.empty((rows, hidden), dtype=half, device=device) for _ in range(2))
-        gated = torch.empty((rows, hidden), dtype=half, device=device) if d_w2 is not None else None
-        kernels.d_hidden(some_dy, w2, table, top_k, dh, blocks)
-        parts = kernels.inner(some_z, w1, w3, some_gates, dh, du, gated, table, betas, blocks)
-        if d_gates is not None:
-            kernels.d_gates(parts, table, d_gates[start:stop])
-        for out, left, right in ((d_w1, Side(dh, False), Side(some_z, True)), (d_w3, Side(du, False), Side(some_z, True)),
-                                 (d_w2, Side(some_dy, True), None if gated is None else Side(gated, False))):
-            if out is not None and right is not None:
-                weight_gradient(left, right, table, top_k, out, add=start > 0)
-        del gated, parts
-        if d_z is not None:
-            back = torch.empty((rows, outer), dtype=half, device=device)
-            kernels.d_input(dh, du, w1, w3, table, back, blocks)
-            kernels.sum_slots(back, table, top_k, d_z[start:stop])
-            del back
-        del dh, du
+        table = plan(ids[start:stop], experts, hopper.BLOCK if hopper else blocks.rows)
+        some = _Some(z[start:stop], dy[start:stop], gates[start:stop], table, None if d_z is None else d_z[start:stop],
+                     None if d_gates is None else d_gates[start:stop], start > 0)
+        if hopper:
+            _sorted(hopper, some, w1, w3, w2, betas, weights)
+        else:
+            _gathered(blocks, inner_blocks, some, w1, w3, w2, betas, weights)
     if not tokens:
         for out in weights:
             if out is not None:
                 out.zero_()
-    return Gradients(d_z, d_gates, d_w1, d_w3, d_w2)
+    return Gradients(d_z, d_gates, *weights)
+
+
+def _hopper(*weights: ExpertWeight) -> ModuleType | None:
+    """The products for Hopper where all weights are such that it takes them: by device, form and shape."""
+    if weights[0].device.type != "cuda" or torch.cuda.get_device_capability(weights[0].device) != (9, 0):
+        return None
+    from driftline.kernels.moe import gluon_backward
+
+    return gluon_backward if all(map(gluon_backward.takes, weights)) else None
+
+
+def _spaces(some: _Some, hidden: int, to_w2: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """dh (then dg), du and, where W2's gradient is wanted, the gate times h."""
+    rows = some.gates.numel()
+    dh, du = (torch.empty((rows, hidden), dtype=torch.bfloat16, device=some.z.device) for _ in range(2))
+    return dh, du, torch.empty_like(dh) if to_w2 else None
+
+
+def _sorted(products: ModuleType, some: _Some, w1: ExpertWeight, w3: ExpertWeight, w2: ExpertWeight, betas: tuple[float, float],
+            weights: list[torch.Tensor | None]) -> None:
+    """Rows of dy, of z and of dz lie in sorted order in one space, one after the other."""
+    from driftline.kernels.moe import triton_backward as kernels
+    from driftline.kernels.moe.gluon_wgrad import weight_gradient
+
+    (_, hidden, outer), (_, top_k), table, add = w1.shape, some.gates.shape, some.table, some.add
+    d_w1, d_w3, d_w2 = weights
+    dh, du, gated = _spaces(some, hidden, d_w2 is not None)
+    rows = torch.empty((dh.shape[0], outer), dtype=dh.dtype, device=dh.device)
+    kernels.sort_rows(some.dy, table, top_k, rows)
+    products.d_hidden(rows, w2, table, dh)
+    kernels.sort_rows(some.z, table, top_k, rows, renamed=not isinstance(w1, torch.Tensor))
+    parts = products.inner(rows, w1, w3, some.gates, dh, du, gated, table, betas)
+    if some.d_gates is not None:
+        kernels.d_gates(parts, table, some.d_gates)
+    for out, left in ((d_w1, dh), (d_w3, du)):
+        if out is not None:
+            weight_gradient(left, rows, table, out, add=add)
+    if d_w2 is not None and gated is not None:
+        kernels.sort_rows(some.dy, table, top_k, rows)
+        weight_gradient(rows, gated, table, d_w2, add=add)
+    if some.d_z is not None:
+        products.d_input(dh, du, w1, w3, table, rows)
+        kernels.sum_slots(rows, table, top_k, some.d_z)
+
+
+def _gathered(blocks: Blocks, inner_blocks: Blocks, some: _Some, w1: ExpertWeight, w3: ExpertWeight, w2: ExpertWeight, betas: tuple[float, float],
+              weights: list[torch.Tensor | None]) -> None:
+    """Rows of dy and of z are read where they lie."""
+    from driftline.kernels.moe import triton_backward as kernels
+    from driftline.kernels.moe.triton_wgrad import Side, weight_gradient
+
+    (_, hidden, outer), (_, top_k), table = w1.shape, some.gates.shape, some.table
+    d_w1, d_w3, d_w2 = weights
+    dh, du, gated = _spaces(some, hidden, d_w2 is not None)
+    kernels.d_hidden(some.dy, w2, table, top_k, dh, blocks)
+    parts = kernels.inner(some.z, w1, w3, some.gates, dh, du, gated, table, betas, inner_blocks)
+    if some.d_gates is not None:
+        kernels.d_gates(parts, table, some.d_gates)
+    for out, left, right in ((d_w1, Side(dh, False), Side(some.z, True)), (d_w3, Side(du, False), Side(some.z, True)),
+                             (d_w2, Side(some.dy, True), None if gated is None else Side(gated, False))):
+        if out is not None and right is not None:
+            weight_gradient(left, right, table, top_k, out, add=some.add)
+    del gated, parts
+    if some.d_z is not None:
+        back = torch.empty((dh.shape[0], outer), dtype=dh.dtype, device=dh.device)
+        kernels.d_input(dh, du, w1, w3, table, back, blocks)
+        kernels.sum_slots(back, table, top_k, some.d_z)

@@ -32,7 +32,7 @@ from driftline.kernels.moe.triton_tiles import (
 from driftline.kernels.mxfp4.weights import ExpertWeight
 from driftline.kernels.situ_glu.triton import situ_partials
 
-__all__ = ["CANDIDATES", "GATE_COLUMNS", "Blocks", "blocks_for", "d_gates", "d_hidden", "d_input", "inner", "sum_slots"]
+__all__ = ["CANDIDATES", "GATE_COLUMNS", "Blocks", "blocks_for", "d_gates", "d_hidden", "d_input", "inner", "inner_blocks_for", "sort_rows", "sum_slots"]
 
 GATE_COLUMNS = 64
 """Columns of h whose products with dh one program sums. Part of the contract: it decides bits of the gates' gradients."""
@@ -54,24 +54,30 @@ FEW = 256
 PINNED: dict[tuple[Form, bool], Blocks] = {
     (Form.BFLOAT16, True): Blocks(64, 128, 64, 4, 3),
     (Form.BFLOAT16, False): Blocks(128, 256, 64, 8, 3),
-    (Form.MXFP4, True): Blocks(64, 128, 128, 4, 2),
+    (Form.MXFP4, True): Blocks(64, 128, 64, 4, 3),
     (Form.MXFP4, False): Blocks(128, 128, 128, 4, 2),
     (Form.FP8, True): Blocks(64, 128, 64, 4, 3),
     (Form.FP8, False): Blocks(128, 128, 64, 4, 3),
 }
-"""By the weights' form and whether experts get few rows: shapes only. Four warps on a tile of packed weights, so that two or three programs share a
-multiprocessor and one unpacks while another multiplies. Both heights of a form give a row the same bits: warps lie along the rows in each."""
+"""By the weights' form and whether experts get few rows: shapes only; timed on an H200 (docs/kernels/moe_backward.md). Four warps on a tile of packed weights,
+so that two or three programs share a multiprocessor and one unpacks while another multiplies. Both heights of a form give a row the same bits: warps lie
+along the rows in each."""
 
-CANDIDATES: dict[Form, tuple[Blocks, ...]] = {
-    Form.BFLOAT16: (Blocks(64, 128, 64, 4, 3), Blocks(64, 256, 64, 4, 2), Blocks(128, 128, 64, 4, 3), Blocks(128, 128, 64, 8, 3), Blocks(128, 256, 64, 8, 3)),
-    Form.MXFP4: (Blocks(64, 128, 128, 4, 2), Blocks(64, 128, 64, 4, 3), Blocks(128, 128, 128, 4, 2), Blocks(128, 128, 64, 4, 2), Blocks(128, 128, 128, 8, 2)),
-    Form.FP8: (Blocks(64, 128, 64, 4, 3), Blocks(128, 128, 64, 4, 3), Blocks(128, 128, 64, 8, 3)),
-}
-"""What a sweep times."""
+INNER: dict[tuple[Form, bool], Blocks] = {(Form.BFLOAT16, False): Blocks(128, 128, 64, 4, 3)}
+"""`inner`'s own, where it is not the other two products': its tile has 128 columns in any case, and then four warps are faster."""
+
+CANDIDATES = (PINNED[Form.FP8, True], PINNED[Form.FP8, False], Blocks(128, 128, 64, 8, 3))
+"""What a sweep times, of FP8."""
 
 
 def blocks_for(kind: Form, pairs: int, experts: int) -> Blocks:
     return PINNED[kind, pairs <= FEW * experts]
+
+
+def inner_blocks_for(kind: Form, pairs: int, experts: int) -> Blocks:
+    """Of the same height as `blocks_for`."""
+    key = kind, pairs <= FEW * experts
+    return INNER.get(key, PINNED[key])
 
 
 @triton.jit
@@ -218,6 +224,18 @@ def _d_gates(parts, table, starts, out, rows, blocks, experts, BLOCK: tl.constex
 
 
 @triton.jit
+def _sort_rows(x, out, pairs, columns, TOP: tl.constexpr, RENAMED: tl.constexpr, BLOCK: tl.constexpr):
+    blocks = columns // BLOCK
+    row = tl.program_id(0) // blocks
+    token = (tl.load(pairs + row) // TOP).to(tl.int64)
+    col = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + token * columns + col)
+    if RENAMED:
+        value = tl.reshape(tl.permute(tl.reshape(value, (BLOCK // 32, 4, 2, 4)), (0, 3, 1, 2)), (BLOCK,))
+    tl.store(out + row.to(tl.int64) * columns + col, value)
+
+
+@triton.jit
 def _sum_slots(parts, table, starts, out, outer, experts, TOP: tl.constexpr, BLOCK: tl.constexpr):
     """out[n] = the fp32 sum over slots, in order, of the rows of parts at the token's sorted rows; a pair without an expert adds nothing."""
     blocks = tl.cdiv(outer, BLOCK)
@@ -270,6 +288,14 @@ def d_input(dg: torch.Tensor, du: torch.Tensor, w1: ExpertWeight, w3: ExpertWeig
         dg, du, values_1, scale_1, values_3, scale_3, out, table.tile_expert, table.tile_start, table.starts, outer, hidden, FORM=int(form(w1)),
         EVEN=_even(outer, hidden, blocks), ROWS=blocks.rows, COLS=blocks.cols, DEPTH=blocks.depth, num_warps=blocks.warps, num_stages=blocks.stages,
         enable_fp_fusion=True)
+
+
+def sort_rows(x: torch.Tensor, table: Plan, top_k: int, out: torch.Tensor, *, renamed: bool = False) -> None:
+    """out [N * k, C] = x[token of each sorted row], x [N, C], C a multiple of 256; renamed: in each 32 columns 8 q + 4 h + i lies at 8 i + 2 q + h, as the matrix
+    unit sums packed weights' nibbles (q, i < 4; h < 2)."""
+    block = 512 if out.shape[1] % 512 == 0 else 256
+    _sort_rows[(out.shape[0] * (out.shape[1] // block),)](x, out, table.pairs, out.shape[1], TOP=top_k, RENAMED=renamed, BLOCK=block, num_warps=2,
+                                                          enable_fp_fusion=True)
 
 
 def d_gates(parts: torch.Tensor, table: Plan, out: torch.Tensor) -> None:

@@ -19,7 +19,7 @@ import triton.language as tl
 from driftline.kernels.moe.plan import Plan
 from driftline.kernels.moe.triton_tiles import INTERPRETED
 
-__all__ = ["CANDIDATES", "PINNED", "Side", "WeightBlocks", "weight_gradient"]
+__all__ = ["PINNED", "Side", "WeightBlocks", "weight_gradient"]
 
 
 class WeightBlocks(NamedTuple):
@@ -34,10 +34,6 @@ class WeightBlocks(NamedTuple):
 
 PINNED = WeightBlocks(128, 128, 64, 4, 4)
 """For any shape: two programs fit a multiprocessor, so that one loads while the other writes."""
-
-CANDIDATES = (PINNED, WeightBlocks(128, 128, 64, 4, 3), WeightBlocks(128, 256, 64, 8, 4), WeightBlocks(256, 128, 64, 8, 4), WeightBlocks(128, 128, 64, 8, 4))
-"""What a sweep times."""
-
 
 class Side(NamedTuple):
     """One factor: rows [N * k, C] in sorted order, or, gathered, [N, C] read at each row's token."""

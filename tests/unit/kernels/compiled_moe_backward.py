@@ -7,6 +7,8 @@ import re
 import pytest
 import torch
 
+from driftline.kernels.moe import gluon_backward as products
+from driftline.kernels.moe import gluon_wgrad
 from driftline.kernels.moe import triton_backward as kernels
 from driftline.kernels.moe.plan import plan
 from driftline.kernels.moe.triton_tiles import Form
@@ -35,23 +37,23 @@ def half(*shape: int) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.bfloat16)
 
 
-def compiled(form: Form, blocks: kernels.Blocks, *, keep: bool = True) -> list[CompiledKernel]:
+def compiled(form: Form, blocks: kernels.Blocks, inner: kernels.Blocks, *, keep: bool = True) -> list[CompiledKernel]:
     w1, w3, w2 = stack(form, HIDDEN, OUTER), stack(form, HIDDEN, OUTER), stack(form, OUTER, HIDDEN)
     z, dh, du, out, gates = half(TOKENS, OUTER), half(TOKENS * TOP, HIDDEN), half(TOKENS * TOP, HIDDEN), half(TOKENS * TOP, OUTER), torch.empty(TOKENS, TOP)
     table = plan(IDS, EXPERTS, blocks.rows)
     with compiling_for(90) as found:
         kernels.d_hidden(z, w2, table, TOP, dh, blocks)
-        kernels.inner(z, w1, w3, gates, dh, du, half(TOKENS * TOP, HIDDEN) if keep else None, table, BETAS, blocks)
+        kernels.inner(z, w1, w3, gates, dh, du, half(TOKENS * TOP, HIDDEN) if keep else None, table, BETAS, inner)
         kernels.d_input(dh, du, w1, w3, table, out, blocks)
     assert [kernel.name for kernel in found] == ["_d_hidden", "_inner", "_d_input"]
     return found
 
 
 def product_loops(code: str) -> list[list[str]]:
-    """The instructions of each loop that has matrix products in it."""
+    """The instructions of each loop that has matrix products in it. What lies behind an exit is no part of one: a wait's repeats are put there."""
     labels: dict[str, int] = {}
     found: list[str] = []
-    bodies = []
+    bodies: dict[int, list[str]] = {}
     for line in code.splitlines():
         if label := re.match(r"(\.L_x_\d+):", line):
             labels[label[1]] = len(found)
@@ -59,14 +61,16 @@ def product_loops(code: str) -> list[list[str]]:
             found.append(instruction[1])
             back = re.search(r"BRA.*?(\.L_x_\d+)", instruction[1])
             if back and back[1] in labels:
-                bodies.append(found[labels[back[1]] :])
-    return [body for body in bodies if any("HGMMA" in instruction for instruction in body)]
+                bodies[labels[back[1]]] = found[labels[back[1]] :]
+    return [body for body in bodies.values() if any("HGMMA" in i for i in body) and not any(i.startswith("EXIT") for i in body)]
 
 
 @pytest.mark.parametrize(("form", "few"), list(kernels.PINNED), ids=str)
 def test_products_run_on_the_matrix_unit_from_asynchronous_copies_without_spills(form: Form, few: bool) -> None:
-    blocks = kernels.PINNED[form, few]
-    for kernel, loops in zip(compiled(form, blocks, keep=form is Form.BFLOAT16), (1, 1, 2), strict=True):
+    pinned, inner = kernels.PINNED[form, few], kernels.INNER.get((form, few), kernels.PINNED[form, few])
+    assert inner.rows == pinned.rows
+    for kernel, loops in zip(compiled(form, pinned, inner, keep=form is Form.BFLOAT16), (1, 1, 2), strict=True):
+        blocks = inner if kernel.name == "_inner" else pinned
         assert kernel.stack <= (160 if blocks == blocks._replace(rows=128, warps=4) else 0), kernel
         assert kernel.shared <= SHARED_LIMIT, kernel
         bodies = product_loops(kernel.sass())
@@ -99,3 +103,60 @@ def test_the_sums_over_slots_and_blocks_read_wide() -> None:
         kernels.d_gates(torch.empty(48, TOKENS * TOP), table, torch.empty(TOKENS, TOP))
     assert [kernel.stack for kernel in found] == [0, 0]
     assert found[0].count(r"LDG\.E\.128") == TOP
+
+
+def never_written(ptx: str) -> set[str]:
+    """Registers that code reads and that nothing in it writes: what a compiler took to be of no consequence."""
+    body = re.sub(r"//[^\n]*", "", ptx)
+    body = body[body.index("{", body.index(".entry")) :]
+    register = r"%(?:rs|rd|r|p)\d+\b"
+    written: set[str] = set()
+    for line in body.splitlines():
+        if target := re.match(r"\s*(?:@!?%p\d+\s+)?[\w.:]+\s+(\{[^}]*\}|%\w+(?:\|%\w+)?)", line):
+            written |= set(re.findall(register, target[1]))
+    return set(re.findall(register, body)) - written
+
+
+@pytest.mark.parametrize("form", [Form.MXFP4, Form.BFLOAT16])
+def test_hoppers_products_never_wait_for_what_they_need_not(form: Form) -> None:
+    packed = form is Form.MXFP4
+    w1, w3, w2 = stack(form, HIDDEN, OUTER), stack(form, HIDDEN, OUTER), stack(form, OUTER, HIDDEN)
+    dh, du, rows, gates = half(TOKENS * TOP, HIDDEN), half(TOKENS * TOP, HIDDEN), half(TOKENS * TOP, OUTER), torch.empty(TOKENS, TOP)
+    table = plan(IDS, EXPERTS, products.BLOCK)
+    with compiling_for(90) as found:
+        products.d_hidden(rows, w2, table, dh)
+        products.inner(rows, w1, w3, gates, dh, du, None if packed else dh, table, BETAS)
+        products.d_input(dh, du, w1, w3, table, rows)
+    assert [kernel.name for kernel in found] == ["_across", "_inner", "_across"]
+    for kernel in found:
+        assert kernel.stack <= (96 if packed and kernel.name == "_inner" else 0), kernel
+        assert kernel.shared <= SHARED_LIMIT
+        assert not never_written(kernel.ptx)
+        bodies = product_loops(kernel.sass())
+        assert len(bodies) == 4 * (2 if packed and kernel.name == "_across" else 1), "a loop for each width, and for each half of the scales that are copied"
+        for body in bodies:
+            names = [instruction.split(".")[0].split()[0] for instruction in body]
+            assert not {"LDL", "STL", "HMMA", "LDGSTS"} & set(names)
+            assert names.count("HGMMA") in (8, 16)
+            assert "UTMALDG" in names
+            assert ("LDSM" in names) == packed
+            # one step's products (in two widths, two groups of them) may still run whenever something is waited for
+            assert {i.split()[-1] for i in body if i.startswith("WARPGROUP.DEPBAR")} <= {"0x1", "0x2"}
+        assert ("mul.rn.bf16x2" in kernel.ptx) == packed
+
+
+def test_hoppers_weights_gradients_are_written_sixteen_bytes_at_a_time() -> None:
+    table, rows, d = plan(IDS, EXPERTS, products.BLOCK), half(TOKENS * TOP, OUTER), half(TOKENS * TOP, HIDDEN)
+    with compiling_for(90) as found:
+        gluon_wgrad.weight_gradient(d, rows, table, half(HELD, HIDDEN, OUTER), add=False)
+        gluon_wgrad.weight_gradient(rows, d, table, half(HELD, OUTER, HIDDEN), add=True)
+    for kernel, stack_bytes in zip(found, (0, 96), strict=True):
+        assert kernel.stack <= stack_bytes, kernel
+        assert kernel.shared <= SHARED_LIMIT
+        assert not never_written(kernel.ptx)
+        (body,) = product_loops(kernel.sass())
+        names = [instruction.split(".")[0].split()[0] for instruction in body]
+        assert names.count("HGMMA") == 8
+        assert not {"LDL", "STL"} & set(names)
+        assert {i.split()[-1] for i in body if i.startswith("WARPGROUP.DEPBAR")} == {"0x1"}
+        assert kernel.sass().count("STG.E.128") == 16

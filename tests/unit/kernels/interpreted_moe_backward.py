@@ -32,6 +32,7 @@ FROZEN = Wanted(True, True, False, False, False)
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     for key in kernels.PINNED:
         monkeypatch.setitem(kernels.PINNED, key, SMALL)
+    monkeypatch.setattr(kernels, "INNER", {})
     monkeypatch.setattr("driftline.kernels.moe.triton_wgrad.weight_gradient.__kwdefaults__", {"blocks": WeightBlocks(32, 32, 16, 1, 1)})
 
 
