@@ -15,14 +15,14 @@ SPILLED = {"prepare_chunks": 64, "walk_chunks": 16, "compose_segments": 64, "chu
 """Bytes of stack a thread at most."""
 
 
-def compiled(heads: int, sequences: int | None) -> dict[str, list[CompiledKernel]]:
+def compiled(heads: int, sequences: int | None, gates: torch.dtype = torch.bfloat16) -> dict[str, list[CompiledKernel]]:
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype)
 
     q, k, v = empty(1, STEPS, 3, heads, 128).unbind(2)
     state = None if sequences is None else empty(sequences, heads, 128, 128, dtype=torch.float32)
     cu = None if sequences is None else empty(sequences + 1, dtype=torch.int64)
-    inputs = fw.Inputs(q, k, v, empty(1, STEPS, heads, 128), empty(1, STEPS, heads), empty(heads, dtype=torch.float32),
+    inputs = fw.Inputs(q, k, v, empty(1, STEPS, heads, 128, dtype=gates), empty(1, STEPS, heads, dtype=gates), empty(heads, dtype=torch.float32),
                        empty(heads * 128, dtype=torch.float32), -5.0, state)
     with compiling_for(90) as kernels:
         fw.forward(inputs, cu)
@@ -68,3 +68,9 @@ def test_few_heads_of_packed_sequences_with_states_compile_too() -> None:
     assert {name: len(kernels) for name, kernels in found.items()} == {"chunk_table": 2, "prepare_chunks": 1, "walk_chunks": 2, "compose_segments": 1}
     assert [k.count("HGMMA") for k in found["walk_chunks"]] == [16, 28]
     assert found["compose_segments"][0].count("HGMMA") > 0
+
+
+def test_gates_may_be_fp32() -> None:
+    found = compiled(96, None, torch.float32)
+    check(found)
+    assert {name: len(kernels) for name, kernels in found.items()} == {"prepare_chunks": 1, "walk_chunks": 1}
