@@ -115,6 +115,11 @@ def test_where_panels_end_does_not_show(plain: None, cu: list[int] | None) -> No
         assert all(torch.equal(a, b) for a, b in zip(run(x, state, bounds, panel), whole, strict=True))
 
 
+def test_gates_in_fp32_have_the_bits_of_the_same_gates_in_bfloat16(plain: None) -> None:
+    x = raw(1, 70, 1)
+    assert all(torch.equal(a, b) for a, b in zip(run(x._replace(z=x.z.float(), beta=x.beta.float())), run(x), strict=True))
+
+
 def test_more_chunks_than_a_launch_can_have_take_several(plain: None, monkeypatch: pytest.MonkeyPatch) -> None:
     x = raw(1, 200, 2)
     whole = run(x)
