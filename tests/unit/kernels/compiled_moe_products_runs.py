@@ -97,7 +97,7 @@ def test_the_products_are_float64s(form: Form) -> None:
     some = dh.double()
     assert ptx_bulk.run_on_cpu(second, [dh, du]) == set()
     leaves = [product(z, v.transpose(1, 2)).requires_grad_() for v in (v1, v3)]
-    h = situ_glu(*leaves, 4.0, 25.0)
+    h = situ_glu(leaves[0], leaves[1], 4.0, 25.0)
     by_g, by_u = torch.autograd.grad(h.sum(), leaves)
     assert error(dh, by_g * some * gates) < 0.004
     assert error(du, by_u * some * gates) < 0.004

@@ -22,7 +22,7 @@ __all__ = ["Descriptor", "launcher"]
 class Tile(torch.Tensor):
     """A tensor with the few methods that Gluon spells otherwise."""
 
-    def to(self, dtype: Any, bitcast: bool = False) -> Any:
+    def to(self, dtype: Any, bitcast: bool = False) -> Any:  # type: ignore[override]
         return self.view(dtype) if bitcast else super().to(dtype)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from expert_cases import choices, error, matrices
@@ -45,13 +48,13 @@ def pairs(words: torch.Tensor, factor: torch.Tensor) -> tuple[torch.Tensor, ...]
 
 def partials(g: torch.Tensor, u: torch.Tensor, beta: float, linear_beta: float, *_: float) -> tuple[torch.Tensor, ...]:
     leaves = [t.as_subclass(torch.Tensor).clone().requires_grad_() for t in (g, u)]
-    value = situ_glu(*leaves, beta, linear_beta)
+    value = situ_glu(leaves[0], leaves[1], beta, linear_beta)
     return (value.detach(), *torch.autograd.grad(value.sum(), leaves))
 
 
 @pytest.fixture(autouse=True)
 def _on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    assembly = {gluon_operands.FACTORS.value: factors, gluon_operands.PAIRS.value: pairs, gluon_operands.WORDS.value: in_words}
+    assembly: dict[str, Callable[..., Any]] = {gluon_operands.FACTORS.value: factors, gluon_operands.PAIRS.value: pairs, gluon_operands.WORDS.value: in_words}
     for module, name in ((kernels, "_across"), (kernels, "_inner"), (gluon_wgrad, "_weight_gradient")):
         monkeypatch.setattr(module, name, launcher(getattr(module, name), [gluon_operands, module], assembly, {"situ_partials": partials}))
 
