@@ -12,9 +12,11 @@ EVEN = 16
 """Bytes that the widest access takes at once."""
 
 
-def is_even(*tensors: torch.Tensor) -> bool:
-    """Whether every row of these begins at a multiple of sixteen bytes."""
-    return all(t.data_ptr() % EVEN == 0 and all(s * t.element_size() % EVEN == 0 for s in t.stride()[:-1]) for t in tensors)
+def is_even(tensor: torch.Tensor) -> bool:
+    """Whether every row of [N, D] or [N, rows, D] begins at a multiple of sixteen bytes. A few operations: it is asked for each tensor of each call."""
+    size = tensor.element_size()
+    places = tensor.data_ptr() | tensor.stride(0) * size
+    return (places if tensor.dim() == 2 else places | tensor.stride(1) * size) % EVEN == 0
 
 
 def apart(tensor: torch.Tensor) -> torch.Tensor:
@@ -31,4 +33,8 @@ class Rows:
         held = (sources,) if isinstance(sources, torch.Tensor) else tuple(sources) or (stand_in,)
         self.tensors = held if self.row else held + (held[0],) * (r - len(held))
         self.strides = tuple(t.stride(0) for t in self.tensors)
-        self.even = is_even(*held)
+
+    @property
+    def even(self) -> bool:
+        """Whether the rows of all begin at multiples of sixteen bytes."""
+        return all(is_even(t) for t in self.tensors)

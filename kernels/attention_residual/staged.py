@@ -72,9 +72,10 @@ _COPY1 = gl.constexpr(gl.BlockedLayout([8], [32], [WARPS], [0]))
 
 def takes(sources: torch.Tensor | Sequence[torch.Tensor], prefix: torch.Tensor) -> bool:
     """Whether these kernels are for such sources: bfloat16, two to seven stretches wide, and at least three beside the prefix."""
-    width = prefix.shape[-1]
-    count, dtypes = (sources.shape[1], {sources.dtype}) if isinstance(sources, torch.Tensor) else (len(sources), {s.dtype for s in sources})
-    return dtypes | {prefix.dtype} == {torch.bfloat16} and count >= LEAST_ROWS and width % STRETCH == 0 and 2 <= width // STRETCH <= MOST_STRETCHES
+    width, held = prefix.shape[-1], (sources,) if isinstance(sources, torch.Tensor) else sources
+    count = sources.shape[1] if isinstance(sources, torch.Tensor) else len(sources)
+    shaped = count >= LEAST_ROWS and width % STRETCH == 0 and 2 <= width // STRETCH <= MOST_STRETCHES
+    return shaped and prefix.dtype == torch.bfloat16 and all(s.dtype == torch.bfloat16 for s in held)
 
 
 def launch_of(table: Table, bank_rows: int, norm: bool) -> tuple[int, Launch]:

@@ -270,11 +270,12 @@ def backward(
     read, do = apart(prefix), apart(do)
     rows = Rows(apart(sources) if isinstance(sources, torch.Tensor) else [apart(s) for s in sources], r, read)
     into = rows if gradients is None else Rows(gradients, r, prefix)
+    # L2 is asked for pieces that begin at, and are of, multiples of sixteen bytes.
+    ahead = (kept == 0 or (into.row == width and into.even)) and (dmoved is None or is_even(dmoved))
     _unmix_staged[(programs,)](
         rows.tensors, rows.strides, into.tensors, into.strides, read, read.stride(0), sums.dprefix, do, do.stride(0), dmoved,
         0 if dmoved is None else dmoved.stride(0), query, norm_weight, output_weight, sums.dn_rows, sums.dw_rows, tokens, count, kept, eps, output_eps, *OPAQUE,
         R=r, D=width, ROW=rows.row, GRAD_ROW=into.row, BANK=gradients is not None and count > 0, KEPT=kept > 0, ADD=dmoved is not None, NORM=norm,
-        SHARED=launch.sums_shared, AHEAD=into.row in (0, width) and into.even and (dmoved is None or is_even(dmoved)), EARLY=launch.early, num_warps=WARPS,
-        maxnreg=launch.registers, enable_fp_fusion=True,
+        SHARED=launch.sums_shared, AHEAD=ahead, EARLY=launch.early, num_warps=WARPS, maxnreg=launch.registers, enable_fp_fusion=True,
     )
     return add_up(sums, query, norm_weight)
