@@ -129,7 +129,7 @@ def test_hoppers_products_never_wait_for_what_they_need_not(form: Form) -> None:
         products.d_input(dh, du, w1, w3, table, rows)
     assert [kernel.name for kernel in found] == ["_across", "_inner", "_across"]
     for kernel in found:
-        assert kernel.stack <= (96 if packed and kernel.name == "_inner" else 0), kernel
+        assert kernel.stack <= (128 if packed and kernel.name == "_inner" else 0), kernel
         assert kernel.shared <= SHARED_LIMIT
         assert not never_written(kernel.ptx)
         bodies = product_loops(kernel.sass())
