@@ -135,7 +135,7 @@ def candidates() -> dict[str, Config]:
         "pinned": PINNED,
         "scan: 2 stages": replace(PINNED, scan_stages=2),
         "scan: 8 warps": replace(PINNED, scan_warps=8),
-        "prepare: 255 registers": replace(PINNED, prepare_registers=255),
+        "products: 255 registers": replace(PINNED, products_registers=255),
         "values: 64 channels, 168 registers": replace(PINNED, values_wide=64, values_registers=168),
         "values: 168 registers": replace(PINNED, values_registers=168),
         "gradients: 168 registers": replace(PINNED, gradients_registers=168),

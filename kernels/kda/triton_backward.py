@@ -1,7 +1,8 @@
 # mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,untyped-decorator"
-"""KDA's backward as five launches a group of heads: prepare (a chunk each), scan (both ways), values, gradients (a chunk each), fold (the sums over tokens).
+"""KDA's backward as six launches a group of heads: the forward's preparation of chunks, products with its inverse, scan (both ways), values, gradients
+(a chunk each) and fold (the sums over tokens).
 
-Everything is recomputed from the raw inputs; nothing is read of what a forward may have kept. The workspace is 2,320 bytes a token and head of the
+Everything is recomputed from the raw inputs; nothing is read of what a forward may have kept. The workspace is 2,324 bytes a token and head of the
 group, the groups being as few as keep it under WORKSPACE_BYTES; which heads share a group changes no bit. Every sum has one fixed order, there are
 no atomics, and a sequence's gradients do not depend on its neighbours, except dA_log and ddt_bias, which sum over all tokens.
 """
@@ -13,9 +14,10 @@ from typing import NamedTuple
 
 import torch
 
+from driftline.kernels.kda.forward import Inputs, Workspace, layout_of, prepare
 from driftline.kernels.kda.triton_backward_decay import BLOCK, CHUNK, WIDTH, sums
 from driftline.kernels.kda.triton_backward_gradients import fold, gradients
-from driftline.kernels.kda.triton_backward_prepare import prepare
+from driftline.kernels.kda.triton_backward_products import products
 from driftline.kernels.kda.triton_backward_scan import scan
 from driftline.kernels.kda.triton_backward_values import values
 
@@ -27,13 +29,12 @@ WORKSPACE_BYTES = 16 * 2**30
 
 @dataclass(frozen=True)
 class Config:
-    """wide: channels of a key that one step of prepare and gradients takes, or of a value that one of `values` does. registers: a thread's, at most: 255 let two programs of 4 warps share a
-    multiprocessor, 168 three. values: value channels of a scan's program (64 or 128). stages: with two, Triton waits for a chunk's copies right after
+    """wide: channels of a key that one step of `gradients` takes, or of a value that one of `values` does. registers: a thread's, at most: 255 let two
+    programs of 4 warps share a multiprocessor, 168 three. values: value channels of a scan's program (64 or 128). stages: with two, Triton waits for a chunk's copies right after
     it issued them; with three they run while the chunk before is multiplied."""
 
-    prepare_warps: int = 4
-    prepare_wide: int = 32
-    prepare_registers: int = 168
+    products_warps: int = 4
+    products_registers: int = 168
     scan_warps: int = 4
     scan_values: int = 64
     scan_stages: int = 3
@@ -74,8 +75,8 @@ class _Chunks(NamedTuple):
 
 
 def workspace_bytes(chunks: int, heads: int) -> int:
-    """w, u, qbar, ktail [64, 128] and T, Aqk [64, 64] in bf16; S, dS [128, 128] in bf16; the decay, and the shares of dt_bias and A_log, in fp32."""
-    return chunks * heads * (2 * (4 * CHUNK * WIDTH + 2 * CHUNK * CHUNK + 2 * WIDTH * WIDTH) + 4 * (2 * WIDTH + 1))
+    """w, u, qbar, ktail [64, 128] and T, Aqk [64, 64] in bf16; S, dS [128, 128] in bf16; the decay, beta, and the shares of dt_bias and A_log, in fp32."""
+    return chunks * heads * (2 * (4 * CHUNK * WIDTH + 2 * CHUNK * CHUNK + 2 * WIDTH * WIDTH) + 4 * (2 * WIDTH + CHUNK + 1))
 
 
 def heads_at_once(chunks: int, heads: int, limit: int = WORKSPACE_BYTES) -> int:
@@ -97,6 +98,24 @@ def _chunks(batch: int, steps: int, bounds: torch.Tensor | None, device: torch.d
     owner = torch.where(owner < sequences, owner, -1).to(torch.int32)
     first = torch.cat([ends.new_zeros(1), ends[:-1]]).to(torch.int32)
     return _Chunks(slots, 0, owner, first, bounds)
+
+
+def shaped(buffer: torch.Tensor, chunks: int, heads: int) -> torch.Tensor:
+    """The beginning of a workspace [chunks, more heads, rows, columns], for fewer heads."""
+    size = chunks * heads * buffer.shape[2] * buffer.shape[3]
+    return buffer.view(-1)[:size].view(chunks, heads, *buffer.shape[2:])
+
+
+def prepared(part: Inputs, space: Workspace, cu_seqlens: torch.Tensor | None) -> None:
+    """The forward's preparation of some heads: k e^G, scale q e^G, k e^(G_64 - G), T, Aqk, the decay and beta. The chunks of a batch's row lie together."""
+    if cu_seqlens is not None:
+        layout = layout_of(1, part.q.shape[1], cu_seqlens, CHUNK)
+        prepare(part, layout, space, 0, layout.pieces)
+        return
+    layout = layout_of(1, part.q.shape[1], None, CHUNK)
+    for row in range(part.q.shape[0]):
+        one = part._replace(**{name: getattr(part, name)[row : row + 1] for name in ("q", "k", "v", "z", "beta")})
+        prepare(one, layout, space.part(row * layout.pieces, layout.pieces), 0, layout.pieces)
 
 
 def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, z: torch.Tensor, beta: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor,
@@ -122,17 +141,20 @@ def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, z: torch.Tensor,
 
     w, u, qbar, ktail = (tiles(CHUNK, WIDTH) for _ in range(4))
     t, p = tiles(CHUNK, CHUNK), tiles(CHUNK, CHUNK)
-    decay, dbias = tiles(1, WIDTH, torch.float32), tiles(1, WIDTH, torch.float32)
+    decay, dbias, betas = tiles(1, WIDTH, torch.float32), tiles(1, WIDTH, torch.float32), tiles(1, CHUNK, torch.float32)
+    a_log, dt_bias = a_log.float().contiguous(), dt_bias.float().contiguous()
     share = tiles(1, 1, torch.float32)
     states, dstates = tiles(WIDTH, WIDTH), tiles(WIDTH, WIDTH)
     for head0 in range(0, heads, at_once):
         group = min(at_once, heads - head0)
         sizes = (steps, chunks.each, heads, head0, group)
         if chunks.slots:
-            prepare[(chunks.slots, group)](
-                q, k, v, z, beta, a_log, dt_bias, matrices.gates, *place, w, u, qbar, ktail, t, p, decay, states, *sizes, 0, lower_bound,
-                **shape, BLOCK=BLOCK, WIDE=config.prepare_wide, num_warps=config.prepare_warps,
-                num_stages=1, maxnreg=config.prepare_registers)
+            at = slice(head0, head0 + group)
+            part = Inputs(q[:, :, at], k[:, :, at], v[:, :, at], z[:, :, at], beta[:, :, at], a_log[at], dt_bias[head0 * WIDTH : (head0 + group) * WIDTH],
+                          lower_bound, None)
+            prepared(part, Workspace(*(shaped(x, chunks.slots, group) for x in (w, qbar, ktail, t, p, decay, betas))), cu_seqlens)
+            products[(chunks.slots, group)](
+                v, t, p, betas, *place, w, qbar, u, *sizes, **shape, num_warps=config.products_warps, num_stages=1, maxnreg=config.products_registers)
         if sequences:
             scan[(2 * WIDTH // config.scan_values, group, sequences)](
                 w, u, qbar, ktail, decay, do, initial_state if initial_state is not None else decay, dfinal_state if dfinal_state is not None else decay,

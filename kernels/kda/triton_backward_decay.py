@@ -25,10 +25,7 @@ __all__ = [
     "AFTER",
     "BLOCK",
     "CHUNK",
-    "COLUMNS",
     "DOWN",
-    "END",
-    "GROW",
     "INTERPRETED",
     "LOG2E",
     "LOWER",
@@ -72,18 +69,18 @@ DOWN = tl.constexpr(2.0**-58)
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
-RISE, COLUMNS, END, GROW, TAIL, LOWER, UPPER, START, AFTER = (tl.constexpr(n) for n in (0, 1, 5, 6, 7, 8, 9, 10, 11))
-"""Where in `Sums.gates` what is: four COLUMNS, one for each row's block."""
+RISE, TAIL, LOWER, UPPER, START, AFTER = (tl.constexpr(n) for n in range(6))
+"""Where in `Sums.gates` what is."""
 
 SINCE, UNTIL = tl.constexpr(0), tl.constexpr(1)
 """Where in `Sums.shares` what is."""
 
 
 class Sums(NamedTuple):
-    """gates fp16 [12, 64, 64], shares bf16 [2, 64, 64]: sums over tokens (columns) for each token (row). r, b: the row and its block, s, c: the
+    """gates fp16 [6, 64, 64], shares bf16 [2, 64, 64]: sums over tokens (columns) for each token (row). r, b: the row and its block, s, c: the
     column and its block.
 
-    RISE c = b, s <= r.  COLUMNS[x] b < x: s > r, c < x; b = x: -RISE.  END s > r.  GROW s <= r.  TAIL c = b, s > r.  LOWER 2 <= c < b.
+    RISE c = b, s <= r.  TAIL c = b, s > r.  LOWER 2 <= c < b.
     UPPER b < c < 2.  START c < b.  AFTER c > b.  SINCE s >= r.  UNTIL s < r."""
 
     gates: torch.Tensor
@@ -95,9 +92,7 @@ def sums(device: torch.device) -> Sums:
     r, s = torch.arange(CHUNK)[:, None], torch.arange(CHUNK)[None, :]
     b, c = r // BLOCK, s // BLOCK
     rise, half = (b == c) & (s <= r), CHUNK // BLOCK // 2
-    columns = [((b < x) & (s > r) & (c < x)).float() - ((b == x) & rise).float() for x in range(CHUNK // BLOCK)]
-    rest = (s > r, s <= r, (b == c) & (s > r), (half <= c) & (c < b), (b < c) & (c < half), c < b, c > b)
-    gates = torch.stack([rise.float(), *columns, *(x.float() for x in rest)])
+    gates = torch.stack([x.float() for x in (rise, (b == c) & (s > r), (half <= c) & (c < b), (b < c) & (c < half), c < b, c > b)])
     shares = torch.stack([s >= r, s < r])
     return Sums(gates.to(device=device, dtype=torch.float16), shares.to(device=device, dtype=torch.bfloat16))
 

@@ -16,8 +16,8 @@ from driftline.kernels.offline import SHARED_LIMIT, CompiledKernel, compiling_fo
 
 torch.set_num_threads(1)
 
-SPILLED = {"prepare": 512, "scan": 0, "values": 0, "gradients": 768, "fold": 0}
-"""Bytes a thread that may go to the stack, and stay in the first cache. prepare gives up registers for a third program on a multiprocessor;
+SPILLED = {"chunk_table": 0, "prepare_chunks": 0, "products": 64, "scan": 0, "values": 0, "gradients": 768, "fold": 0}
+"""Bytes a thread that may go to the stack, and stay in the first cache. products gives up registers for a third program on a multiprocessor;
 gradients holds eleven tiles of [64, 32] at a time."""
 
 
@@ -45,7 +45,7 @@ def from_registers(kernel: CompiledKernel) -> int:
 
 def test_every_kernel_compiles_into_what_a_hopper_block_has() -> None:
     kernels = compiled()
-    assert {kernel.name for kernel in kernels} == {"prepare", "scan", "values", "gradients", "fold"}
+    assert {kernel.name for kernel in kernels} == {"chunk_table", "prepare_chunks", "products", "scan", "values", "gradients", "fold"}
     for kernel in kernels:
         assert kernel.shared <= SHARED_LIMIT, kernel
         assert kernel.stack <= SPILLED[kernel.name], kernel
@@ -54,7 +54,7 @@ def test_every_kernel_compiles_into_what_a_hopper_block_has() -> None:
 def test_products_are_warpgroup_instructions_that_read_both_operands_from_shared_memory() -> None:
     """The assemblers of CUDA 12.8 and 12.9 may overwrite an operand in registers before the instruction has read it."""
     for kernel in compiled():
-        if kernel.name != "fold":
+        if kernel.name not in ("fold", "chunk_table", "prepare_chunks"):
             assert kernel.count("HGMMA") > 0, kernel
             assert kernel.count("HMMA") == 0, kernel
             assert from_registers(kernel) == 0, kernel
@@ -64,9 +64,9 @@ def test_products_are_warpgroup_instructions_that_read_both_operands_from_shared
 def test_every_product_takes_descriptors_that_the_code_computes() -> None:
     """compiled_kda_backward_runs.py compares them with the PTX's, for small tensors."""
     for kernel in compiled():
-        if kernel.name in ("prepare", "values", "gradients"):
+        if kernel.name in ("products", "values", "gradients"):
             found = descriptors(kernel.sass(), 4)
-            assert len(found) >= 64
+            assert len(found) >= (24 if kernel.name == "products" else 64)
             assert all(tile is not None and 0 <= (tile & 0x3FFF) << 4 < kernel.shared for tile in found), kernel
             without = re.sub(r"[^\n]*SR_CgaCtaId[^\n]*\n", "", kernel.sass())
             assert None in descriptors(without, 4), "what is left out would be seen"
@@ -79,7 +79,7 @@ def test_the_scan_loads_the_next_chunk_while_it_multiplies() -> None:
 
 
 def test_the_workspace_is_what_its_page_says_and_long_inputs_share_it() -> None:
-    assert workspace_bytes(1, 1) / 64 == pytest.approx(2320.06, abs=0.01)
+    assert workspace_bytes(1, 1) / 64 == pytest.approx(2324.06, abs=0.01)
     assert heads_at_once(128, 96) == 96
     assert heads_at_once(2048, 96) == 48
     assert workspace_bytes(2048, 48) < triton_backward.WORKSPACE_BYTES

@@ -37,11 +37,11 @@ def test_the_compiled_code_gives_the_recurrences_gradients(bounds: tuple[int, ..
     assert {name: error for name, error in errors(found, gradients(one)).items() if not error <= LIMITS[name]} == {}
     followed = 0
     for launch, taken in zip(launches, tiles, strict=True):
-        if launch.kernel.name in ("prepare", "values", "gradients"):
+        if launch.kernel.name in ("products", "values", "gradients"):
             assembled = descriptors(launch.kernel.sass(), 2 if launch.kernel.name == "values" else 4)
             assert assembled == taken[: len(assembled)], launch.kernel
             followed += len(assembled)
-    assert followed > 1000
+    assert followed > 900
     kernel = next(launch for launch in launches if launch.kernel.name == "values")
     stripped = type(kernel.kernel)(**{**vars(kernel.kernel), "ptx": re.sub(r"\tbar\.sync[^\n]*\n", "", kernel.kernel.ptx), "grid": (1,)})
     hazards = run_on_cpu([Launched(stripped, kernel.arguments)], given)

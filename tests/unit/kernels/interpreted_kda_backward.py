@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kda_backward_cases import BOUND, Case, Kind, case, errors, gradients
+from kda_backward_cases import BOUND, Case, Kind, case, errors, gradients, prepared
 
 from driftline.kernels.kda import triton_backward
 from driftline.kernels.kda.triton_backward import WORKSPACE_BYTES, Gradients, backward
@@ -16,6 +16,12 @@ torch.set_num_threads(1)
 # terms of both signs.
 LIMITS = {"dq": 0.005, "dk": 0.005, "dv": 0.005, "dz": 0.008, "dbeta": 0.02, "da_log": 0.06, "ddt_bias": 0.008, "dinitial_state": 0.005}
 REPEATED = {"dq": 0.01, "dk": 0.008, "dv": 0.015, "dz": 0.015, "dbeta": 0.02, "da_log": 0.06, "ddt_bias": 0.03, "dinitial_state": 0.008}
+
+
+@pytest.fixture(autouse=True)
+def _prepared_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter knows no Gluon; compiled_kda_backward_runs.py runs the forward's preparation with the rest."""
+    monkeypatch.setattr(triton_backward, "prepare", prepared)
 
 
 def run(one: Case, limit: int = WORKSPACE_BYTES) -> Gradients:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from driftline.kernels.kda.forward import CHUNK, WIDTH, Inputs, Layout, Workspace
 from driftline.kernels.kda.reference import bounded_gate, kda_recurrent, l2_normalise
 
 BOUND = -5.0
@@ -86,3 +87,29 @@ def ratio(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 def errors(found: tuple[torch.Tensor, ...], wanted: tuple[torch.Tensor, ...]) -> dict[str, float]:
     return {name: ratio(a, b) for name, a, b in zip(NAMES, found, wanted, strict=True)}
+
+
+def prepared(x: Inputs, layout: Layout, space: Workspace, first: int, last: int) -> None:
+    """What the forward's preparation leaves in a workspace, in torch: for where its kernel cannot be interpreted."""
+    for piece in range(first, last):
+        row, begin = (piece % layout.sequences, piece // layout.sequences * CHUNK) if layout.table is None else (0, int(layout.table[piece, 1]))
+        count = min(CHUNK, x.q.shape[1] - begin) if layout.table is None else int(layout.table[piece, 2])
+        if layout.table is not None and int(layout.table[piece, 0]) < 0:
+            continue
+        q, k, z = (t[row, begin : begin + count].float() for t in (x.q, x.k, x.z))
+        decay = bounded_gate(z + x.dt_bias.view(z.shape[1:]), x.a_log, x.lower_bound).cumsum(0)
+        beta = torch.sigmoid(x.beta[row, begin : begin + count].float())
+        queries, keys, grow = l2_normalise(q) * WIDTH**-0.5, l2_normalise(k), torch.exp(decay)
+        apart = torch.exp((decay[:, None] - decay[None]).clamp(max=0.0))
+        scores, pairs = (torch.einsum("ihc,jhc,ijhc->hij", left, keys, apart) for left in (queries, keys))
+        at = piece - first
+        for tile, rows in ((space.k_grow, keys * grow), (space.q_grow, queries * grow), (space.k_tail, keys * torch.exp(decay[-1] - decay))):
+            tile[at].zero_()
+            tile[at, :, :count] = rows.transpose(0, 1).bfloat16()
+        space.a_qk[at].zero_()
+        space.a_qk[at, :, :count, :count] = scores.tril().bfloat16()
+        space.inverse[at] = torch.eye(CHUNK)
+        lower = torch.eye(count) + (pairs * beta.T[..., None]).tril(-1)
+        space.inverse[at, :, :count, :count] = torch.linalg.inv(lower).bfloat16()
+        space.decay[at].view(-1, WIDTH).copy_(torch.exp(decay[-1]))
+        space.betas[at].view(-1, CHUNK).zero_()[:, :count] = beta.T
