@@ -93,12 +93,12 @@ def memory_rows(tile, WARPS: tl.constexpr):
 
 @triton.jit
 def _value(code):
-    """A nibble's value, fp32, by arithmetic."""
+    """A nibble's value, fp32, by arithmetic; a zero keeps its sign, which a subtraction would lose."""
     magnitude = code & 7
     power = magnitude >> 1
     half = (magnitude & 1).to(tl.float32) * 0.5
     wide = tl.where(power == 0, half, (1.0 + half) * (1 << tl.maximum(power - 1, 0)).to(tl.float32))
-    return tl.where(code >= 8, -wide, wide)
+    return wide * tl.where(code >= 8, -1.0, 1.0)
 
 
 @triton.jit

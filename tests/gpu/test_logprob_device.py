@@ -149,7 +149,7 @@ def test_the_logits_are_never_held_and_holding_them_would_be_seen() -> None:
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
 
-    assert peak(lambda: torch.autograd.grad(selected_logprobs(hidden, weight, ids)[0].sum(), hidden)) < logits // 4
+    assert peak(lambda: torch.autograd.grad(selected_logprobs(hidden, weight, ids)[0].sum(), hidden)) < logits // 2
     assert peak(lambda: linear(hidden.detach(), weight)) >= logits
 
 

@@ -32,8 +32,10 @@ def loaded(directory: Path, experts: Quantisation | None) -> K3ForCausalLM:
 
 
 def gradients(model: K3ForCausalLM, tokens: torch.Tensor, routes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Along one random direction: the sum of squares of what a norm left is a constant."""
     out = model(tokens, replay=routes).hidden
-    out.float().square().mean().backward()
+    along = torch.randn(out.shape, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
+    torch.autograd.backward((out.float() * along).sum())
     grad = model.model.embed_tokens.weight.grad
     assert grad is not None
     return out.detach(), grad
@@ -52,7 +54,7 @@ def test_packed_and_unpacked_experts_agree_forward_and_backward(directory: Path)
     out, grad = gradients(packed, tokens, routes)
     want, want_grad = gradients(plain, tokens, routes)
     assert relative(out, want) < 2e-2
-    assert relative(grad, want_grad) < 4e-2
+    assert relative(grad, want_grad) < 0.1
     with torch.no_grad():
         packed.model.layers[2].block_sparse_moe.experts.w1.packed.bitwise_xor_(0x88)
         assert relative(packed(tokens, replay=routes).hidden, want) > 5e-2, "other signs are seen"

@@ -145,7 +145,7 @@ class Machine:
             return np.full(self.threads, self.block["xyz".index(operand[-1])], U32)
         if operand[0] == "%":
             return self.values[operand]
-        number = 0 if operand == "global_smem" else int(operand[2:], 16) if operand.startswith("0f") else int(operand, 0)
+        number = 0 if operand == "global_smem" else int(operand[2:], 16) if operand.startswith("0f") else int(operand.rstrip("U"), 0)
         return np.full(self.threads, number % (1 << 8 * np.dtype(kind).itemsize), U64).astype(kind)
 
     def _set(self, name: str, value: Array, live: Array) -> None:
