@@ -16,7 +16,7 @@ from driftline.kernels.offline import SHARED_LIMIT, CompiledKernel, compiling_fo
 
 torch.set_num_threads(1)
 
-SPILLED = {"chunk_table": 0, "prepare_chunks": 0, "products": 64, "scan": 0, "values": 0, "gradients": 768, "fold": 0}
+SPILLED = {"chunk_table": 0, "prepare_chunks": 64, "products": 80, "scan": 0, "values": 0, "gradients": 768, "fold": 0}
 """Bytes a thread that may go to the stack, and stay in the first cache. products gives up registers for a third program on a multiprocessor;
 gradients holds eleven tiles of [64, 32] at a time."""
 
