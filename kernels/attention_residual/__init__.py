@@ -15,15 +15,17 @@ from typing import NamedTuple
 import torch
 
 from driftline.kernels.attention_residual import reference
-from driftline.kernels.attention_residual.autograd import Aggregate, Call, Separate, kernels_take
+from driftline.kernels.attention_residual.autograd import (
+    MOST_SOURCES,
+    Aggregate,
+    Call,
+    Separate,
+    kernels_take,
+)
 from driftline.kernels.attention_residual.bank import Bank
 from driftline.kernels.rmsnorm.reference import rmsnorm
 
 __all__ = ["MOST_SOURCES", "Aggregated", "Bank", "OutputNorm", "aggregate", "attention_residual"]
-
-MOST_SOURCES = 9
-"""Of the kernels: the eight rows of K3's bank and the prefix. More than these are mixed by the reference."""
-
 
 class OutputNorm(NamedTuple):
     """The RMSNorm that follows an aggregation. weight [D]; K3 rounds what is normalised to the dtype before it multiplies by the weight."""
@@ -48,7 +50,7 @@ def aggregate(
     delta [..., D]: a sublayer's output, added to the prefix first, in its dtype. The bank's gradients are summed in the bank; query's, norm_weight's and the
     output weight's are summed over tokens in an order that the number of tokens settles. Raises ValueError.
     """
-    tokens, capacity, width = bank.storage.values.shape
+    tokens, _, width = bank.storage.values.shape
     _checked(prefix, query, norm_weight, output_norm, eps)
     if prefix.shape[-1] != width or prefix.numel() != tokens * width or prefix.dtype != bank.storage.values.dtype:
         raise ValueError(f"prefix {tuple(prefix.shape)} of {prefix.dtype} does not fit a bank of {tokens} tokens of {width} in {bank.storage.values.dtype}")
@@ -56,8 +58,6 @@ def aggregate(
         raise ValueError(f"delta {tuple(delta.shape)} of {delta.dtype} is not like the prefix, {tuple(prefix.shape)} of {prefix.dtype}: cast or reshape it")
     if bank.rows == 0 and output_norm is None and delta is None:
         return Aggregated(prefix, prefix)
-    if bank.rows >= MOST_SOURCES and kernels_take(prefix):
-        raise ValueError(f"a bank of {bank.rows} rows of {capacity} is more than the {MOST_SOURCES - 1} that the kernels hold: use attention_residual")
     weight, output_eps = output_norm or (None, 0.0)
     moving, added = _flat(prefix, width), None if delta is None else _flat(delta, width)
     out = Aggregate.apply(bank.token, moving, added, query, norm_weight, weight, Call(bank.storage, bank.rows, eps, output_eps))  # type: ignore[no-untyped-call]

@@ -16,10 +16,14 @@ from driftline.kernels import dispatch
 from driftline.kernels.attention_residual import reference
 from driftline.kernels.attention_residual.bank import Storage
 
-__all__ = ["Aggregate", "Call", "Separate", "kernels_take"]
+__all__ = ["MOST_SOURCES", "Aggregate", "Call", "Separate", "kernels_take"]
 
 Tensors = tuple[torch.Tensor | None, ...]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+MOST_SOURCES = 9
+"""Of the kernels: the eight rows of K3's bank and the prefix. More than these are mixed by the reference."""
 
 
 def kernels_take(prefix: torch.Tensor, *others: torch.Tensor | None) -> bool:
@@ -44,7 +48,7 @@ class Aggregate(torch.autograd.Function):
     def forward(ctx: Any, token: torch.Tensor, prefix: torch.Tensor, delta: torch.Tensor | None, query: torch.Tensor, norm: torch.Tensor,
                 output: torch.Tensor | None, call: Call) -> Any:
         bank = call.storage.values[:, : call.rows]
-        if kernels_take(prefix, delta, bank, query, norm, output):
+        if call.rows < MOST_SOURCES and kernels_take(prefix, delta, bank, query, norm, output):
             from driftline.kernels.attention_residual import device
 
             mixed, moved = device.forward(bank, prefix, delta, query, norm, call.eps, output, call.output_eps)
@@ -69,7 +73,7 @@ class Aggregate(torch.autograd.Function):
         kept = 0 if into is None else min(storage.kept, call.rows)
         dmixed = _rows_of(dmixed)
         dmoved = None if dmoved is None else _rows_of(dmoved)
-        if kernels_take(moved, dmixed, bank, query, norm, output):
+        if call.rows < MOST_SOURCES and kernels_take(moved, dmixed, bank, query, norm, output):
             from driftline.kernels.attention_residual import device
 
             sums = device.backward(bank, into, kept, moved, dmixed, dmoved, query, norm, call.eps, output, call.output_eps)

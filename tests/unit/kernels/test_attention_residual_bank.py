@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 
 import pytest
@@ -189,3 +190,16 @@ def test_the_benchmarks_floor_counts_each_source_and_gradient_once(monkeypatch: 
     tried = benchmark.candidates(pinned, True)
     assert tried[0] == pinned
     assert len(set(tried)) == len(tried)
+
+
+def test_more_rows_than_the_kernels_hold_are_mixed_by_the_reference_on_every_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight rows and the prefix go to the kernels; with nine, whoever says where the kernels run is not asked."""
+    autograd = importlib.import_module("driftline.kernels.attention_residual.autograd")
+    asked: list[bool] = []
+    monkeypatch.setattr(autograd, "kernels_take", lambda *_: asked.append(True))
+    for rows in (8, 9):
+        asked.clear()
+        values = torch.randn(4, rows, WIDTH).requires_grad_()
+        mixed = aggregate(Bank.of(values), torch.randn(4, WIDTH), torch.randn(WIDTH), torch.ones(WIDTH), EPS).mixed
+        torch.autograd.backward(mixed.sum())
+        assert asked == [True, True] * (rows == 8)
