@@ -165,7 +165,7 @@ def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, z: torch.Tensor,
                 beta, do, *place, u, w, ktail, t, p, dstates, dv, dbeta, *sizes, **shape, BV=config.values_wide, num_warps=config.values_warps,
                 num_stages=1, maxnreg=config.values_registers)
             gradients[(chunks.slots, group)](
-                q, k, z, a_log, dt_bias, do, *matrices, *place, u, w, qbar, ktail, decay, states, dstates, dq, dk, dv, dz, dbias, share, *sizes, 0, lower_bound,
+                q, k, z, a_log, dt_bias, do, *matrices, *place, u, w, qbar, ktail, t, p, decay, states, dstates, dq, dk, dv, dz, dbias, share, *sizes, 0, lower_bound,
                 **shape, BLOCK=BLOCK, WIDE=config.gradients_wide, num_warps=config.gradients_warps, num_stages=1, maxnreg=config.gradients_registers)
         fold[(group,)](dbias, ddt_bias, chunks.slots, group, head0, WIDE=WIDTH, LINES=16, num_warps=4, enable_fp_fusion=True)
         fold[(group,)](share, da_log, chunks.slots, group, head0, WIDE=1, LINES=1024, num_warps=4, enable_fp_fusion=True)

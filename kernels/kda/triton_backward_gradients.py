@@ -7,7 +7,8 @@ With q' = scale q e^G, k' = k e^G, k- = k e^-G, k^ = k e^(G_64 - G), and everyth
     dG = q' dq' + k' dk' - k- dk- - k^ dk^, its last row more by e^(G_64) <dS, S> + sum k^ dk^;   dg: its sums from the row on
 
 then through the gate (dz, and the sums for dt_bias and A_log) and the norms. Nothing goes through the triangular inverse: V' = T X makes its gradient
--dX V'^T, which is in E. The gradients of the unit queries and keys wait where qbar and ktail were.
+-dX V'^T, which is in E. The gradients of the unit queries and keys wait where qbar and ktail were; most of a query's may lie along the query and is taken away
+by the norm, so what bfloat16 leaves of it waits too, where T and Aqk were.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ __all__ = ["fold", "gradients"]
 
 
 @triton.jit(do_not_specialize=["steps", "chunks_each", "head0", "group", "zero"])
-def gradients(q, k, z, a_log, dt_bias, do, matrices, shares, owner, first, bounds, v_in, triangles, queries_io, keys_io, decay_in, states_in, dstates_in, dq_out,
+def gradients(q, k, z, a_log, dt_bias, do, matrices, shares, owner, first, bounds, v_in, triangles, queries_io, keys_io, left_io, right_io, decay_in, states_in, dstates_in, dq_out,
               dk_out, dv, dz_out, dbias_out, da_out, steps, chunks_each, heads, head0, group, zero, lower_bound, VARLEN: tl.constexpr,
               CHUNK: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr):
     """One chunk of one head a program. dq.. dz as the inputs lie; dbias fp32 [chunks, group, 128] and da fp32 [chunks, group]: this chunk's share."""
@@ -69,6 +70,8 @@ def gradients(q, k, z, a_log, dt_bias, do, matrices, shares, owner, first, bound
     triangles += tile * CHUNK * WIDTH
     queries_io += tile * CHUNK * WIDTH
     keys_io += tile * CHUNK * WIDTH
+    left_io += tile * CHUNK * CHUNK
+    right_io += tile * CHUNK * CHUNK
     states_in += tile * WIDTH * WIDTH
     dstates_in += tile * WIDTH * WIDTH
     out = i * (heads * WIDTH)
@@ -144,7 +147,13 @@ def gradients(q, k, z, a_log, dt_bias, do, matrices, shares, owner, first, bound
         product += widen(q_row) * more
         q_along += tl.sum(widen(q_row) * more, axis=1)
         dq += rise * more
-        tl.store(queries_io + (i * WIDTH + lane[None, :]), narrow(dq * (WIDTH ** -0.5 * DOWN)))
+        dq = dq * (WIDTH ** -0.5 * DOWN)
+        high = narrow(dq)
+        tl.store(queries_io + (i * WIDTH + lane[None, :]), high)
+        low = narrow(dq - widen(high))
+        half = i * CHUNK + lane[None, :]
+        tl.store(left_io + half, low, mask=(lane < CHUNK)[None, :] & (i >= 0))
+        tl.store(right_io + half - CHUNK, low, mask=(lane >= CHUNK)[None, :] & (i >= 0))
         more = dot(e, keys_row)
         k_row = narrow(keys * rise)
         product += widen(k_row) * more
@@ -170,7 +179,10 @@ def gradients(q, k, z, a_log, dt_bias, do, matrices, shares, owner, first, bound
 
     for channel in range(0, WIDTH, WIDE):
         lane = channel + tl.arange(0, WIDE)
+        half = i * CHUNK + lane[None, :]
         dq = tl.load(queries_io + (i * WIDTH + lane[None, :])).to(tl.float32)
+        dq += tl.load(left_io + half, mask=(lane < CHUNK)[None, :] & (i >= 0), other=0.0).to(tl.float32)
+        dq += tl.load(right_io + half - CHUNK, mask=(lane >= CHUNK)[None, :] & (i >= 0), other=0.0).to(tl.float32)
         dk = tl.load(keys_io + (i * WIDTH + lane[None, :])).to(tl.float32)
         queries = rows(q, begin, valid, head, heads, channel, WIDE, CHUNK, WIDTH).to(tl.float32) * q_scale[:, None]
         keys = rows(k, begin, valid, head, heads, channel, WIDE, CHUNK, WIDTH).to(tl.float32) * k_scale[:, None]

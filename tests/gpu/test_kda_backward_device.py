@@ -22,9 +22,8 @@ if torch.cuda.is_available():
 LIMITS = {"dq": 0.008, "dk": 0.008, "dv": 0.008, "dz": 0.02, "dbeta": 0.02, "da_log": 0.06, "ddt_bias": 0.02, "dinitial_state": 0.008}
 """Of flash-linear-attention's own tests; A_log's gradient is one number a head, a sum of terms of both signs."""
 
-REPEATED = {**LIMITS, "dq": 0.016, "dv": 0.02, "dz": 0.025, "dbeta": 0.03, "ddt_bias": 0.04}
-"""Where one key stands in every token, what is written is taken back again, and rounding weighs more: most of the unit query's gradient lies along the
-query, and it is rounded to bfloat16 before the norm takes that part away."""
+REPEATED = {**LIMITS, "dq": 0.012, "dv": 0.02, "dz": 0.025, "dbeta": 0.03, "ddt_bias": 0.04}
+"""Where one key stands in every token, what is written is taken back again, and rounding weighs more."""
 
 
 @pytest.fixture(autouse=True)

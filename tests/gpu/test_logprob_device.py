@@ -136,9 +136,9 @@ def test_a_thousand_repeats_have_one_result_and_another_would_be_seen() -> None:
 
 
 def test_the_logits_are_never_held_and_holding_them_would_be_seen() -> None:
-    hidden, weight, ids, _ = case(4096, V, 512)
+    hidden, weight, ids, _ = case(8192, V, 512)
     hidden.requires_grad_()
-    logits = 4096 * V * 2
+    logits = 8192 * V * 2
 
     def peak(step: object) -> int:
         torch.cuda.synchronize()
@@ -149,7 +149,7 @@ def test_the_logits_are_never_held_and_holding_them_would_be_seen() -> None:
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
 
-    assert peak(lambda: torch.autograd.grad(selected_logprobs(hidden, weight, ids)[0].sum(), hidden)) < logits // 2
+    assert peak(lambda: torch.autograd.grad(selected_logprobs(hidden, weight, ids)[0].sum(), hidden)) < logits // 4
     assert peak(lambda: linear(hidden.detach(), weight)) >= logits
 
 

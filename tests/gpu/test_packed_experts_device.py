@@ -54,7 +54,7 @@ def test_packed_and_unpacked_experts_agree_forward_and_backward(directory: Path)
     out, grad = gradients(packed, tokens, routes)
     want, want_grad = gradients(plain, tokens, routes)
     assert relative(out, want) < 2e-2
-    assert relative(grad, want_grad) < 0.1
+    assert relative(grad, want_grad) < 4e-2
     with torch.no_grad():
         packed.model.layers[2].block_sparse_moe.experts.w1.packed.bitwise_xor_(0x88)
         assert relative(packed(tokens, replay=routes).hidden, want) > 5e-2, "other signs are seen"

@@ -41,7 +41,7 @@ def test_the_compiled_code_gives_the_recurrences_gradients(bounds: tuple[int, ..
             assembled = descriptors(launch.kernel.sass(), 2 if launch.kernel.name == "values" else 4)
             assert assembled == taken[: len(assembled)], launch.kernel
             followed += len(assembled)
-    assert followed > 900
+    assert followed >= 984
     kernel = next(launch for launch in launches if launch.kernel.name == "values")
     stripped = type(kernel.kernel)(**{**vars(kernel.kernel), "ptx": re.sub(r"\tbar\.sync[^\n]*\n", "", kernel.kernel.ptx), "grid": (1,)})
     hazards = run_on_cpu([Launched(stripped, kernel.arguments)], given)
