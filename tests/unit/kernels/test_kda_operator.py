@@ -169,3 +169,24 @@ def test_a_panel_holds_whole_chunks_of_every_row_and_its_bytes_are_stated() -> N
     held = sum(t.numel() * t.element_size() for t in vars(space).values())
     assert held == 3 * 2 * fw.CHUNK * fw.WORKSPACE_BYTES
     assert fw.layout_of(4, 130, None, 64).pieces == 12
+
+
+def test_one_token_on_a_device_takes_the_recurrences_kernel_unless_gradients_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The given state is a value: the kernel works on a copy."""
+    operator = importlib.import_module("driftline.kernels.kda.operator")
+    monkeypatch.setattr(operator, "runs_triton", lambda *_: True)
+    monkeypatch.setattr(operator, "WIDTH", WIDTH)
+    monkeypatch.setattr(autograd, "kda_by_kernels", lambda *_: "chunks")
+    x = {name: value[:, :1] if value.dim() > 1 else value for name, value in raw(torch.float32).items()}
+    x = {name: value.bfloat16() if name in ("q", "k", "z", "beta") else value for name, value in x.items()} | {"v": torch.randn(BATCH, 1, HEADS, WIDTH).bfloat16()}
+    state = torch.randn(BATCH, HEADS, WIDTH, WIDTH)
+    before = state.clone()
+    with torch.no_grad():
+        o, final = kda(**x, initial_state=state)
+        two = {name: value.repeat(1, 2, *[1] * (value.dim() - 2)) if value.dim() > 1 else value for name, value in x.items()}
+        assert kda(**two, initial_state=state) == "chunks"
+    assert kda(**x, initial_state=state) == "chunks"
+    want, want_final = kda_composed(**x, initial_state=state)
+    torch.testing.assert_close(o.float(), want.float(), rtol=0.02, atol=0.02)
+    torch.testing.assert_close(final, want_final, rtol=0, atol=1e-4)
+    assert torch.equal(state, before)

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks" / "ker
 
 import moe_backward as benchmark
 
-from driftline.kernels.moe.backward import workspace_bytes
+from driftline.kernels.moe.backward import Products, Wanted, pinned, workspace_bytes
 from driftline.kernels.moe.reference import expert_mlp
 from driftline.kernels.mxfp4.weights import Mxfp4Weight
 
@@ -39,3 +39,9 @@ def test_packed_weights_count_their_scales() -> None:
 def test_k3s_microbatch_of_8192_tokens_takes_what_the_page_says() -> None:
     assert round(workspace_bytes(8192, 16, 3584, 3072) / 1e9, 2) == 2.58
     assert round(workspace_bytes(8192, 16, 3584, 3072, to_w2=True) / 1e9, 2) == 3.38
+
+
+def test_which_products_a_backward_takes_is_settled_by_form_and_by_what_is_wanted() -> None:
+    dense, packed = torch.empty(1, 64, 64, dtype=torch.bfloat16), Mxfp4Weight(torch.empty(1, 64, 32, dtype=torch.uint8), torch.empty(1, 64, 2, dtype=torch.uint8))
+    inputs = Wanted(True, True, False, False, False)
+    assert [pinned(dense, inputs), pinned(dense, inputs._replace(w2=True)), pinned(packed, inputs)] == [Products.GATHERED, Products.SORTED, Products.SORTED]
