@@ -1,18 +1,32 @@
-"""Coordinated caches: MLA rows and KDA state of the same positions, moved together or not at all.
+"""Coordinated caches: what every layer keeps of the same positions, moved together or not at all.
 
 A `Cache` is a value: no operation changes the one it was given, so a fork is a reference until one of the branches grows, and a training pass can
-differentiate through it. Batch is always the first axis. MLA rows carry a validity mask instead of positions: K3's attention has no positional
-encoding, so a padded column is skipped and never moved.
+differentiate through it. Batch is always the first axis. Layers that keep a column per position share one validity mask: a padded column is skipped and
+never moved, and a position is the number of valid columns before it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol, Self
 
 import torch
 
-__all__ = ["Cache", "KdaState", "MlaRows"]
+__all__ = ["Cache", "KdaState", "KeyValues", "LayerState", "MlaRows"]
+
+
+class LayerState(Protocol):
+    """What one layer keeps. `cat` widens columns to the longest; `columns` takes some of them, which a state without columns ignores."""
+
+    def take(self, index: torch.Tensor) -> Self: ...
+
+    @classmethod
+    def cat(cls, parts: Sequence[Self], width: int) -> Self: ...
+
+    def columns(self, index: torch.Tensor) -> Self: ...
+
+    def nbytes(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -25,6 +39,16 @@ class KdaState:
     def take(self, index: torch.Tensor) -> KdaState:
         return KdaState(self.tail.index_select(0, index), self.state.index_select(0, index))
 
+    @classmethod
+    def cat(cls, parts: Sequence[KdaState], width: int) -> KdaState:
+        return cls(torch.cat([p.tail for p in parts]), torch.cat([p.state for p in parts]))
+
+    def columns(self, index: torch.Tensor) -> KdaState:
+        return self
+
+    def nbytes(self) -> int:
+        return self.tail.nbytes + self.state.nbytes
+
 
 @dataclass(frozen=True)
 class MlaRows:
@@ -35,12 +59,43 @@ class MlaRows:
     def take(self, index: torch.Tensor) -> MlaRows:
         return MlaRows(self.rows.index_select(0, index))
 
+    @classmethod
+    def cat(cls, parts: Sequence[MlaRows], width: int) -> MlaRows:
+        return cls(torch.cat([_widened(p.rows, width) for p in parts]))
+
+    def columns(self, index: torch.Tensor) -> MlaRows:
+        return MlaRows(self.rows.index_select(1, index))
+
+    def nbytes(self) -> int:
+        return self.rows.nbytes
+
+
+@dataclass(frozen=True)
+class KeyValues:
+    """keys [B, N, Hkv, D], rotated to their positions, and values [B, N, Hkv, Dv] of each cached position."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    def take(self, index: torch.Tensor) -> KeyValues:
+        return KeyValues(self.keys.index_select(0, index), self.values.index_select(0, index))
+
+    @classmethod
+    def cat(cls, parts: Sequence[KeyValues], width: int) -> KeyValues:
+        return cls(torch.cat([_widened(p.keys, width) for p in parts]), torch.cat([_widened(p.values, width) for p in parts]))
+
+    def columns(self, index: torch.Tensor) -> KeyValues:
+        return KeyValues(self.keys.index_select(1, index), self.values.index_select(1, index))
+
+    def nbytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes
+
 
 @dataclass(frozen=True)
 class Cache:
-    """layers: one KdaState or MlaRows per layer; valid [B, N] bool: which cached columns are real; lengths [B]: tokens seen."""
+    """layers: one state per layer; valid [B, N] bool: which cached columns are real; lengths int64 [B]: tokens seen, which is the next one's position."""
 
-    layers: tuple[KdaState | MlaRows, ...]
+    layers: tuple[LayerState, ...]
     valid: torch.Tensor
     lengths: torch.Tensor
 
@@ -63,24 +118,10 @@ class Cache:
 
     @staticmethod
     def cat(caches: Sequence[Cache]) -> Cache:
-        """Stack batches; shorter ones get invalid columns on the right."""
-        columns = max(c.columns for c in caches)
-
-        def widen(x: torch.Tensor) -> torch.Tensor:
-            short = columns - x.shape[1]
-            if not short:
-                return x
-            return torch.cat([x, x.new_zeros(x.shape[0], short, *x.shape[2:])], dim=1)
-
-        layers: list[KdaState | MlaRows] = []
-        for parts in zip(*(c.layers for c in caches), strict=True):
-            if isinstance(parts[0], KdaState):
-                states = [p for p in parts if isinstance(p, KdaState)]
-                layers.append(KdaState(torch.cat([p.tail for p in states]), torch.cat([p.state for p in states])))
-            else:
-                rows = [p for p in parts if isinstance(p, MlaRows)]
-                layers.append(MlaRows(torch.cat([widen(p.rows) for p in rows])))
-        return Cache(tuple(layers), torch.cat([widen(c.valid) for c in caches]), torch.cat([c.lengths for c in caches]))
+        """Stack batches; shorter ones get invalid columns on the right. Layers must be of the same kinds."""
+        width = max(c.columns for c in caches)
+        layers = tuple(type(parts[0]).cat(parts, width) for parts in zip(*(c.layers for c in caches), strict=True))
+        return Cache(layers, torch.cat([_widened(c.valid, width) for c in caches]), torch.cat([c.lengths for c in caches]))
 
     def compact(self) -> Cache:
         """Drop columns that are invalid in every row; values are unchanged."""
@@ -88,12 +129,14 @@ class Cache:
         if bool(keep.all()):
             return self
         index = keep.nonzero().squeeze(1)
-        layers = tuple(x if isinstance(x, KdaState) else MlaRows(x.rows.index_select(1, index)) for x in self.layers)
-        return Cache(layers, self.valid.index_select(1, index), self.lengths)
+        return Cache(tuple(x.columns(index) for x in self.layers), self.valid.index_select(1, index), self.lengths)
 
     def nbytes(self) -> int:
         """Bytes held by all layers and the mask."""
-        total = self.valid.nbytes + self.lengths.nbytes
-        for x in self.layers:
-            total += x.rows.nbytes if isinstance(x, MlaRows) else x.tail.nbytes + x.state.nbytes
-        return total
+        return self.valid.nbytes + self.lengths.nbytes + sum(x.nbytes() for x in self.layers)
+
+
+def _widened(x: torch.Tensor, width: int) -> torch.Tensor:
+    """x [B, N, ...] with zeros in columns N..width."""
+    short = width - x.shape[1]
+    return torch.cat([x, x.new_zeros(x.shape[0], short, *x.shape[2:])], dim=1) if short else x

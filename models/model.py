@@ -7,31 +7,19 @@ that layer's input was mixed and before its attention output is added.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import nn
 
 from driftline.kernels.attention_residual import Aggregated, Bank, OutputNorm, aggregate
-from driftline.kernels.logprob import selected_logprobs
 from driftline.models.attention import KdaAttention, MlaAttention, RMSNorm
-from driftline.models.cache import Cache, KdaState, MlaRows
+from driftline.models.cache import Cache, KdaState, LayerState, MlaRows
+from driftline.models.causal_lm import CausalLM, ModelOutput
 from driftline.models.config import K3Config
 from driftline.models.latent_attention import Columns
 from driftline.models.linear import Linear
-from driftline.models.logprob import token_logprobs
 from driftline.models.mlp import DenseMlp, LatentMoe
 
-__all__ = ["K3ForCausalLM", "ModelOutput"]
-
-
-@dataclass(frozen=True)
-class ModelOutput:
-    """hidden [B, T, D] after the final norm; cache after the real positions; routes [B, T, moe layers, k] int64 (empty without MoE)."""
-
-    hidden: torch.Tensor
-    cache: Cache
-    routes: torch.Tensor
+__all__ = ["K3ForCausalLM"]
 
 
 class Residual(nn.Module):
@@ -72,10 +60,11 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
 
-class K3ForCausalLM(nn.Module):
+class K3ForCausalLM(CausalLM):
+    config: K3Config
+
     def __init__(self, config: K3Config) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         self.model = Decoder(config)
         self.lm_head = Linear(config.hidden_size, config.vocab_size)
         if config.tie_word_embeddings:
@@ -124,12 +113,13 @@ class K3ForCausalLM(nn.Module):
         delta: torch.Tensor | None = None  # the last sublayer's output, which the next aggregation adds to the prefix
         layers = self._layers()
         bank = Bank.empty(batch * steps, sum(layer.opens_block for layer in layers), prefix.shape[-1], dtype=prefix.dtype, device=prefix.device)
-        states: list[KdaState | MlaRows] = []
+        states: list[LayerState] = []
         routes: list[torch.Tensor] = []
         for layer, held in zip(layers, cache.layers, strict=True):
             normed, prefix = layer.self_attention_res(bank, prefix, delta, layer.input_layernorm)
             if layer.opens_block:
                 bank = bank.write(prefix)
+            state: LayerState
             if isinstance(layer.self_attn, KdaAttention):
                 assert isinstance(held, KdaState)
                 out, state = layer.self_attn(normed, held, lengths, real)
@@ -150,19 +140,3 @@ class K3ForCausalLM(nn.Module):
         after = Cache(tuple(states), torch.cat([cache.valid, now], dim=1), cache.lengths + grown)
         stacked = torch.stack(routes, dim=2) if routes else tokens.new_zeros(batch, steps, 0, 1)
         return ModelOutput(hidden, after, stacked)
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[..., D] -> [..., vocab] in at least fp32."""
-        out: torch.Tensor = self.lm_head(hidden)
-        return out.to(torch.promote_types(out.dtype, torch.float32))
-
-    def logprobs(
-        self, hidden: torch.Tensor, tokens: torch.Tensor, temperature: torch.Tensor | float = 1.0
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`token_logprobs` of the logits of hidden [N, D]: (log-probability of each token, entropy), both [N] in nats, tokens int64 [N].
-
-        Where the kernels run, the logits are not held. They are rounded to the weights' dtype either way, as `logits` writes them for the sampler.
-        """
-        if getattr(self.lm_head, "effective_weight", None) is not None:  # an adapter adds its own term, which a merged weight would round away
-            return token_logprobs(self.logits(hidden), tokens, temperature)
-        return selected_logprobs(hidden, self.lm_head.weight, tokens, temperature, round_logits=True)
