@@ -19,7 +19,7 @@ from driftline.environments.source import MixturePart, load_source
 from driftline.messages.bus import Bus
 from driftline.messages.subjects import Subjects
 from driftline.messages.types import EvalResult, Group, Sampling, Task
-from driftline.models.model import K3ForCausalLM
+from driftline.models.causal_lm import CausalLM
 from driftline.policy_store.blobs import BlobStore
 from driftline.policy_store.manifest import Manifest
 from driftline.policy_store.pins import held
@@ -104,7 +104,7 @@ class EvaluatorService:
         self._end = (await finished(self._bus, self._config.run.name)).version
         self._changed.set()
 
-    async def _measure_all(self, model: K3ForCausalLM, tasks: Sequence[Task], pool: GraderPool) -> None:
+    async def _measure_all(self, model: CausalLM, tasks: Sequence[Task], pool: GraderPool) -> None:
         done = await self._already_measured()
         while True:
             self._changed.clear()
@@ -128,7 +128,7 @@ class EvaluatorService:
         last = await self._bus.last(self._subjects.stream("EVAL"), f"{self._subjects.root}.eval.>")
         return last.message.version if last is not None and isinstance(last.message, EvalResult) else -1
 
-    async def _measure(self, model: K3ForCausalLM, tasks: Sequence[Task], pool: GraderPool, manifest: Manifest) -> None:
+    async def _measure(self, model: CausalLM, tasks: Sequence[Task], pool: GraderPool, manifest: Manifest) -> None:
         version = manifest.version
         began = time.monotonic()
         state = from_host(await self._reader.materialise_manifest(manifest))
@@ -149,7 +149,7 @@ class EvaluatorService:
                                      "exact_sampled": exact, "wall_s": wall}, step=version)
 
     def _sample(
-        self, model: K3ForCausalLM, version: int, state: Mapping[str, torch.Tensor], tasks: Sequence[Task], samples: int, greedy: bool
+        self, model: CausalLM, version: int, state: Mapping[str, torch.Tensor], tasks: Sequence[Task], samples: int, greedy: bool
     ) -> list[_Sampled]:
         engine = Engine(model, version=version, max_batch=MAX_BATCH, name="evaluator", greedy_decoding=greedy)
         engine.load(version, state)
