@@ -1,0 +1,95 @@
+"""Sequences packed behind one another in one row, [1, N]: no token is padding, and none sees another sequence.
+
+The bounds lie on the device, where kernels read them, and the lengths on the host, where shapes are made; both say the same, and neither is read from the other
+in a forward. A sequence may have no token or one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+import torch
+
+from driftline.models.cache import Cache
+
+__all__ = ["Packed"]
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Sequence s of S is tokens[0, bounds[s]:bounds[s + 1]]: bounds int64 [S + 1] on the device, lengths the S differences on the host."""
+
+    bounds: torch.Tensor
+    lengths: tuple[int, ...]
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], device: torch.device | str) -> Packed:
+        """Raises ValueError for no sequence at all, and for a negative length."""
+        if not lengths or min(lengths) < 0:
+            raise ValueError(f"lengths is {list(lengths)}: give at least one sequence, each of no token or more")
+        ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int64)
+        return cls(ends.to(device, non_blocking=True), tuple(lengths))
+
+    @property
+    def count(self) -> int:
+        return len(self.lengths)
+
+    @cached_property
+    def tokens(self) -> int:
+        return sum(self.lengths)
+
+    @cached_property
+    def longest(self) -> int:
+        return max(self.lengths)
+
+    @cached_property
+    def bounds32(self) -> torch.Tensor:
+        """int32 [S + 1], as kernels take them."""
+        return self.bounds.to(torch.int32)
+
+    @cached_property
+    def lengths_s(self) -> torch.Tensor:
+        """int64 [S], the lengths on the device."""
+        return self.bounds.diff()
+
+    @cached_property
+    def sequence(self) -> torch.Tensor:
+        """int64 [N]: whose token each is."""
+        count = torch.arange(self.count, device=self.bounds.device)
+        return torch.repeat_interleave(count, self.lengths_s, output_size=self.tokens)
+
+    @cached_property
+    def offset(self) -> torch.Tensor:
+        """int64 [N]: how many tokens of its sequence in this pack are before each."""
+        return torch.arange(self.tokens, device=self.bounds.device) - self.bounds[self.sequence]
+
+    @cached_property
+    def real(self) -> torch.Tensor:
+        """bool [S, longest]: which places of the right-padded form hold a token."""
+        return torch.arange(self.longest, device=self.bounds.device) < self.lengths_s[:, None]
+
+    @cached_property
+    def place(self) -> torch.Tensor:
+        """int64 [N]: each token's place in the right-padded form, flattened."""
+        return self.sequence * self.longest + self.offset
+
+    def padded(self, x: torch.Tensor, fill: float = 0.0) -> torch.Tensor:
+        """x [N, ...] as [S, longest, ...], right-padded with `fill`. Differentiable in x."""
+        out = x.new_full((self.count * self.longest, *x.shape[1:]), fill)
+        return out.index_copy(0, self.place, x).view(self.count, self.longest, *x.shape[1:])
+
+    def unpadded(self, x: torch.Tensor) -> torch.Tensor:
+        """x [S, longest, ...] as [N, ...]: what `padded` was given. Differentiable in x."""
+        return x.reshape(self.count * self.longest, *x.shape[2:]).index_select(0, self.place)
+
+    def checked(self, tokens: torch.Tensor, lengths: torch.Tensor | None, cache: Cache | None) -> None:
+        """Raise ValueError unless a forward's other arguments go with this pack."""
+        if tuple(tokens.shape) != (1, self.tokens):
+            raise ValueError(f"tokens is {tuple(tokens.shape)}: these {self.count} sequences are one row of {self.tokens}")
+        if lengths is not None:
+            raise ValueError("lengths and packed are given: a pack has no padding, so leave lengths out")
+        if cache is not None and cache.batch != self.count:
+            raise ValueError(f"cache has {cache.batch} rows for {self.count} sequences: give one row a sequence, or none")
