@@ -1,4 +1,4 @@
-"""The projections of the model: `torch.nn.Linear` without a bias, over the operator whose rows do not know what they are computed beside."""
+"""The projections of the model: `torch.nn.Linear` over the operator whose rows do not know what they are computed beside, rounded once, its bias included."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ __all__ = ["Linear"]
 
 
 class Linear(nn.Linear):
-    """weight [out, in]; x [..., in] of the weight's dtype to [..., out]."""
+    """weight [out, in], bias [out] or None; x [..., in] of the weight's dtype to [..., out]."""
 
-    def __init__(self, size_in: int, size_out: int) -> None:
-        super().__init__(size_in, size_out, bias=False)
+    def __init__(self, size_in: int, size_out: int, bias: bool = False) -> None:
+        super().__init__(size_in, size_out, bias=bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(x, self.weight)
+        if self.bias is None:
+            return linear(x, self.weight)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return (linear(x, self.weight, out_dtype=wide) + self.bias).to(x.dtype)
