@@ -1,0 +1,1 @@
+"""Tokenizers of published models, and the chat templates that go with them."""
