@@ -1,6 +1,7 @@
 """K3's two attention layers, each one function for prefill, continuation and decode: new tokens against a cache, a new cache out.
 
-Both take right-padded rows with `lengths` real positions; padding neither changes a state nor is seen by a real token.
+Both take right-padded rows with `lengths` real positions, or one row of packed sequences; padding neither changes a state nor is seen by a real token, and no
+sequence of a pack sees another.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from driftline.models.cache import KdaState, MlaRows
 from driftline.models.config import K3Config
 from driftline.models.latent_attention import Columns, Heads, attend
 from driftline.models.linear import Linear
+from driftline.models.packed import Packed
+from driftline.models.packed_layers import PackedColumns, attend_packed, convolve_packed
 
 __all__ = ["KdaAttention", "MlaAttention", "RMSNorm"]
 
@@ -84,21 +87,25 @@ class KdaAttention(nn.Module):
                 nn.init.uniform_(conv.weight, -0.5, 0.5)
 
     def forward(
-        self, x: torch.Tensor, cache: KdaState, lengths: torch.Tensor | None, real: torch.Tensor | None
+        self, x: torch.Tensor, cache: KdaState, lengths: torch.Tensor | None, real: torch.Tensor | None, packed: Packed | None = None,
     ) -> tuple[torch.Tensor, KdaState]:
-        """x [B, T, D]; real [B, T] bool or None when every position is real. Returns [B, T, D] and the state after the real positions."""
+        """x [B, T, D]; real [B, T] bool or None when every position is real. Returns [B, T, D] and the state after the real positions.
+
+        packed: x is [1, N, D] and the states are of its sequences.
+        """
         batch, steps, _ = x.shape
         raw = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=-1)
         weight = torch.cat([self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight]).squeeze(1)
-        mixed, tail = short_conv(raw, weight, cache.tail, lengths)
+        mixed, tail = short_conv(raw, weight, cache.tail, lengths) if packed is None else convolve_packed(raw, weight, cache.tail, packed)
         q, k, v = mixed.view(batch, steps, 3, self.heads, self.dim).unbind(2)
         z, beta = self.f_b_proj(self.f_a_proj(x)).view(batch, steps, self.heads, self.dim), self.b_proj(x)
         if real is not None:
             z, beta = z.masked_fill(~real[..., None, None], PADDING), beta.masked_fill(~real[..., None], PADDING)
-        o, state = kda(q, k, v, z, beta, self.A_log, self.dt_bias, lower_bound=self.lower_bound, initial_state=cache.state)
+        bounds = None if packed is None else packed.bounds32
+        o, state = kda(q, k, v, z, beta, self.A_log, self.dt_bias, lower_bound=self.lower_bound, initial_state=cache.state, cu_seqlens=bounds)
         gate = (self.g_proj(x) if self.full_rank_gate else self.g_b_proj(self.g_a_proj(x))).view_as(o)
         gated = gated_norm(o, self.o_norm.weight, gate, self.o_norm.eps)
-        return self.o_proj(gated.reshape(batch, steps, -1)), KdaState(tail, state)
+        return self.o_proj(gated.reshape(batch, steps, self.heads * self.dim)), KdaState(tail, state)
 
 
 class MlaAttention(nn.Module):
@@ -126,14 +133,20 @@ class MlaAttention(nn.Module):
     def initial(self, batch: int, like: torch.Tensor) -> MlaRows:
         return MlaRows(like.new_zeros(batch, 0, self.rank + self.rope))
 
-    def forward(self, x: torch.Tensor, cache: MlaRows, columns: Columns) -> tuple[torch.Tensor, MlaRows]:
-        """x [B, T, D]; columns: of the cache's rows and of x's, which are there. Returns [B, T, D] and the rows, the new ones behind the cached."""
+    def forward(self, x: torch.Tensor, cache: MlaRows, columns: Columns | PackedColumns) -> tuple[torch.Tensor, MlaRows]:
+        """x [B, T, D]; columns: of the cache's rows and of x's, which are there; of a pack, x is [1, N, D]. Returns [B, T, D] and the rows, the new ones behind
+        the cached."""
         batch, steps, _ = x.shape
         q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))).view(batch, steps, self.heads, self.nope + self.rope)
         latent, shared = self.kv_a_proj_with_mqa(x).split([self.rank, self.rope], dim=-1)
-        rows = torch.cat([cache.rows, torch.cat([self.kv_a_layernorm(latent), shared], dim=-1)], dim=1)
-        up = _effective_weight(self.kv_b_proj).view(self.heads, -1, self.rank)
-        o = attend(q, rows, Heads(up, self.kv_b_proj, self.nope, self.scale), columns).reshape(batch, steps, -1)
+        new = torch.cat([self.kv_a_layernorm(latent), shared], dim=-1)
+        heads = Heads(_effective_weight(self.kv_b_proj).view(self.heads, -1, self.rank), self.kv_b_proj, self.nope, self.scale)
+        if isinstance(columns, PackedColumns):
+            o, rows = attend_packed(q[0], cache.rows, new[0], heads, columns)
+        else:
+            rows = torch.cat([cache.rows, new], dim=1)
+            o = attend(q, rows, heads, columns)
+        o = o.reshape(batch, steps, self.heads * self.v_dim)
         if self.gated:
             o = o * torch.sigmoid(self.g_proj(x))
         return self.o_proj(o), MlaRows(rows)

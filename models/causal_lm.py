@@ -16,6 +16,8 @@ from torch import nn
 from driftline.kernels.logprob import selected_logprobs
 from driftline.models.cache import Cache
 from driftline.models.logprob import token_logprobs
+from driftline.models.packed import Packed
+from driftline.models.recompute import Recompute
 
 __all__ = ["CausalLM", "ModelConfig", "ModelOutput"]
 
@@ -46,9 +48,10 @@ class ModelOutput:
 
 
 class CausalLM(nn.Module, ABC):
-    """`config` and `lm_head` (a Linear, whose weight may be the embedding's) are set by the model."""
+    """`config` and `lm_head` (a Linear, whose weight may be the embedding's) are set by the model; `recompute` by whoever differentiates it."""
 
     lm_head: nn.Linear
+    recompute: Recompute = Recompute.NONE
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -61,10 +64,12 @@ class CausalLM(nn.Module, ABC):
     @abstractmethod
     def forward(
         self, tokens: torch.Tensor, lengths: torch.Tensor | None = None, cache: Cache | None = None, replay: torch.Tensor | None = None,
+        packed: Packed | None = None,
     ) -> ModelOutput:
         """tokens [B, T] int64, right-padded; lengths [B] real positions per row (None: all T); cache of the B rows (None: empty).
 
-        replay [B, T, moe layers, k] int64: recorded expert ids to use instead of the router's choice.
+        replay [B, T, moe layers, k] int64: recorded expert ids to use instead of the router's choice. packed: tokens are [1, N], these sequences behind one
+        another, the cache has a row for each of them (as the one returned), and lengths is None. Raises ValueError where these do not go together.
         """
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

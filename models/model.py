@@ -1,11 +1,15 @@
 """The K3 hybrid decoder: KDA and MLA layers, LatentMoE, block attention residuals.
 
-One forward serves prefill, continuation from a cache, decode and training: prefill followed by decode equals a full forward, and a forked cache
-equals a recomputed one. Layer and residual order follow the release: the bank of block sums is written at every `attn_res_block_size`-th layer after
+One forward serves prefill, continuation from a cache, decode and training, padded and packed: prefill followed by decode equals a full forward, and a forked
+cache equals a recomputed one. Under `recompute` a layer keeps its inputs and is run again for its gradient, with the routes and bank rows of the first run. Layer and residual order follow the release: the bank of block sums is written at every `attn_res_block_size`-th layer after
 that layer's input was mixed and before its attention output is added.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -18,6 +22,9 @@ from driftline.models.config import K3Config
 from driftline.models.latent_attention import Columns
 from driftline.models.linear import Linear
 from driftline.models.mlp import DenseMlp, LatentMoe
+from driftline.models.packed import Packed
+from driftline.models.packed_layers import PackedColumns
+from driftline.models.recompute import Recompute, recomputed
 
 __all__ = ["K3ForCausalLM"]
 
@@ -35,6 +42,32 @@ class Residual(nn.Module):
         return aggregate(bank, prefix, self.proj.weight[0], self.norm.weight, self.norm.eps, delta=delta, output_norm=OutputNorm(norm.weight, norm.eps))
 
 
+class Positions(NamedTuple):
+    """Where the tokens of a forward stand: lengths and real of right-padded rows (None: all real), or a pack; columns: what latent attention sees."""
+
+    lengths: torch.Tensor | None
+    real: torch.Tensor | None
+    columns: Columns | PackedColumns
+    packed: Packed | None
+
+
+class Stream(NamedTuple):
+    """What goes from layer to layer: the bank of block sums, the prefix [B, T, D] of the block so far, and the last sublayer's output, which the next
+    aggregation adds to it (None: it is the prefix)."""
+
+    bank: Bank
+    prefix: torch.Tensor
+    delta: torch.Tensor | None
+
+
+@dataclass
+class Decided:
+    """What a layer's first run decided: its experts [B, T, k], and the bank with its row (outside of autograd). A recomputation reads it again."""
+
+    routes: torch.Tensor | None = None
+    written: Bank | None = None
+
+
 class DecoderLayer(nn.Module):
     def __init__(self, config: K3Config, index: int) -> None:
         super().__init__()
@@ -49,6 +82,37 @@ class DecoderLayer(nn.Module):
         else:
             self.mlp = DenseMlp(config.hidden_size, config.intermediate_size, config)
         self.moe = config.is_moe(index)
+
+    def forward(self, stream: Stream, held: LayerState, at: Positions, decided: Decided) -> tuple[Stream, LayerState]:
+        """One layer over the tokens. `decided.routes` are the experts to use where they are given, and those that were used afterwards."""
+        bank, prefix, delta = stream
+        normed, prefix = self.self_attention_res(bank, prefix, delta, self.input_layernorm)
+        if self.opens_block:
+            bank = _written(bank, prefix, decided)
+        state: LayerState
+        if isinstance(self.self_attn, KdaAttention):
+            assert isinstance(held, KdaState)
+            out, state = self.self_attn(normed, held, at.lengths, at.real, at.packed)
+        else:
+            assert isinstance(held, MlaRows)
+            out, state = self.self_attn(normed, held, at.columns)
+        prefix, delta = (out, None) if self.opens_block else (prefix, out)
+        normed, prefix = self.mlp_res(bank, prefix, delta, self.post_attention_layernorm)
+        if self.moe:
+            delta, decided.routes = self.block_sparse_moe(normed, decided.routes)
+        else:
+            delta = self.mlp(normed)
+        return Stream(bank, prefix, delta), state
+
+
+def _written(bank: Bank, prefix: torch.Tensor, decided: Decided) -> Bank:
+    """The bank with `prefix` in it. A row is written once: recomputed, it is there. What is remembered has no graph, which would hold itself through it."""
+    if decided.written is not None:
+        return decided.written
+    after = bank.write(prefix)
+    decided.written = Bank(after.storage, after.rows, after.token.detach())
+    return after
+
 
 
 class Decoder(nn.Module):
@@ -88,55 +152,49 @@ class K3ForCausalLM(CausalLM):
         return Cache(layers, torch.zeros(batch, 0, dtype=torch.bool, device=like.device),
                      torch.zeros(batch, dtype=torch.int64, device=like.device))
 
+    def _nothing(self) -> torch.Tensor:
+        like = self.model.embed_tokens.weight
+        return like.new_zeros(1, 0, like.shape[1])
+
     def _layers(self) -> list[DecoderLayer]:
         return [layer for layer in self.model.layers if isinstance(layer, DecoderLayer)]
 
     def forward(
-        self,
-        tokens: torch.Tensor,
-        lengths: torch.Tensor | None = None,
-        cache: Cache | None = None,
-        replay: torch.Tensor | None = None,
+        self, tokens: torch.Tensor, lengths: torch.Tensor | None = None, cache: Cache | None = None, replay: torch.Tensor | None = None,
+        packed: Packed | None = None,
     ) -> ModelOutput:
-        """tokens [B, T] int64, right-padded; lengths [B] real positions per row (None: all T); cache of the B rows (None: empty).
-
-        replay [B, T, moe layers, k] int64: recorded expert ids to use instead of the router's choice.
-        """
         batch, steps = tokens.shape
-        cache = cache if cache is not None else self.empty_cache(batch)
-        span = torch.arange(steps, device=tokens.device)
-        real = None if lengths is None else span < lengths[:, None]
-        now = torch.ones(batch, steps, dtype=torch.bool, device=tokens.device) if real is None else real
-        columns = Columns(cache.valid, now)
-
-        prefix: torch.Tensor = self.model.embed_tokens(tokens)
-        delta: torch.Tensor | None = None  # the last sublayer's output, which the next aggregation adds to the prefix
+        if packed is not None:
+            packed.checked(tokens, lengths, cache)
+        cache = cache if cache is not None else self.empty_cache(batch if packed is None else packed.count)
+        if packed is not None and not packed.tokens:
+            return ModelOutput(self._nothing(), cache, tokens.new_zeros(1, 0, self.config.moe_layers, self.config.num_experts_per_token))
+        at, now = _positions(tokens, lengths, cache, packed)
+        embedded: torch.Tensor = self.model.embed_tokens(tokens)
         layers = self._layers()
-        bank = Bank.empty(batch * steps, sum(layer.opens_block for layer in layers), prefix.shape[-1], dtype=prefix.dtype, device=prefix.device)
+        rows = sum(layer.opens_block for layer in layers)
+        stream = Stream(Bank.empty(batch * steps, rows, embedded.shape[-1], dtype=embedded.dtype, device=embedded.device), embedded, None)
         states: list[LayerState] = []
         routes: list[torch.Tensor] = []
         for layer, held in zip(layers, cache.layers, strict=True):
-            normed, prefix = layer.self_attention_res(bank, prefix, delta, layer.input_layernorm)
-            if layer.opens_block:
-                bank = bank.write(prefix)
-            state: LayerState
-            if isinstance(layer.self_attn, KdaAttention):
-                assert isinstance(held, KdaState)
-                out, state = layer.self_attn(normed, held, lengths, real)
-            else:
-                assert isinstance(held, MlaRows)
-                out, state = layer.self_attn(normed, held, columns)
+            decided = Decided(replay[:, :, len(routes)] if replay is not None and layer.moe else None)
+            run = partial(layer, stream, held, at, decided)
+            stream, state = recomputed(run) if self.recompute is Recompute.LAYERS else run()
             states.append(state)
-            prefix, delta = (out, None) if layer.opens_block else (prefix, out)
-            normed, prefix = layer.mlp_res(bank, prefix, delta, layer.post_attention_layernorm)
-            if layer.moe:
-                ids = None if replay is None else replay[:, :, len(routes)]
-                delta, used = layer.block_sparse_moe(normed, ids)
-                routes.append(used)
-            else:
-                delta = layer.mlp(normed)
-        hidden = self.model.output_attn_res(bank, prefix, delta, self.model.norm).mixed
-        grown = steps if lengths is None else lengths
-        after = Cache(tuple(states), torch.cat([cache.valid, now], dim=1), cache.lengths + grown)
+            if decided.routes is not None:
+                routes.append(decided.routes)
+        hidden = self.model.output_attn_res(stream.bank, stream.prefix, stream.delta, self.model.norm).mixed
+        grown: torch.Tensor | int = steps if lengths is None else lengths
+        after = Cache(tuple(states), torch.cat([cache.valid, now], dim=1), cache.lengths + (grown if packed is None else packed.lengths_s))
         stacked = torch.stack(routes, dim=2) if routes else tokens.new_zeros(batch, steps, 0, 1)
         return ModelOutput(hidden, after, stacked)
+
+
+def _positions(tokens: torch.Tensor, lengths: torch.Tensor | None, cache: Cache, packed: Packed | None) -> tuple[Positions, torch.Tensor]:
+    """And the new columns of the cache's mask [rows, T]."""
+    if packed is not None:
+        return Positions(None, None, PackedColumns(cache.valid, packed), packed), packed.real
+    span = torch.arange(tokens.shape[1], device=tokens.device)
+    real = None if lengths is None else span < lengths[:, None]
+    now = torch.ones(tokens.shape, dtype=torch.bool, device=tokens.device) if real is None else real
+    return Positions(lengths, real, Columns(cache.valid, now), None), now

@@ -10,12 +10,45 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from driftline.models.cache import Cache
 
-__all__ = ["Packed"]
+__all__ = ["Packed", "moved"]
+
+
+def moved(x: torch.Tensor, source: torch.Tensor, target: torch.Tensor, fill: float = 0.0) -> torch.Tensor:
+    """Rows of x [n, ...] at other places: row i of the result [m, ...] is x[source[i]], or `fill` where source [m] is -1.
+
+    Each row goes to one place at most, target [n], -1 for none, so the gradient is a move back: no sums, nothing that depends on an order. Differentiable in x.
+    """
+    out: torch.Tensor = _Moved.apply(x, source, target, fill)  # type: ignore[no-untyped-call]
+    return out
+
+
+def _taken(x: torch.Tensor, source: torch.Tensor, fill: float) -> torch.Tensor:
+    if not x.shape[0]:
+        return x.new_full((source.shape[0], *x.shape[1:]), fill)
+    absent = (source < 0).view(-1, *[1] * (x.dim() - 1))
+    return x.index_select(0, source.clamp(min=0)).masked_fill_(absent, fill)
+
+
+class _Moved(torch.autograd.Function):
+    """Keeps the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, source: torch.Tensor, target: torch.Tensor, fill: float) -> torch.Tensor:
+        ctx.save_for_backward(target)
+        return _taken(x, source, fill)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (target,) = ctx.saved_tensors
+        return _taken(gradient, target, 0.0), None, None, None
 
 
 @dataclass(frozen=True)
@@ -76,14 +109,19 @@ class Packed:
         """int64 [N]: each token's place in the right-padded form, flattened."""
         return self.sequence * self.longest + self.offset
 
+    @cached_property
+    def token(self) -> torch.Tensor:
+        """int64 [S * longest]: the token at each place of the right-padded form, -1 at padding."""
+        at = torch.arange(self.longest, device=self.bounds.device) + self.bounds[:-1, None]
+        return at.masked_fill(~self.real, -1).flatten()
+
     def padded(self, x: torch.Tensor, fill: float = 0.0) -> torch.Tensor:
         """x [N, ...] as [S, longest, ...], right-padded with `fill`. Differentiable in x."""
-        out = x.new_full((self.count * self.longest, *x.shape[1:]), fill)
-        return out.index_copy(0, self.place, x).view(self.count, self.longest, *x.shape[1:])
+        return moved(x, self.token, self.place, fill).view(self.count, self.longest, *x.shape[1:])
 
     def unpadded(self, x: torch.Tensor) -> torch.Tensor:
         """x [S, longest, ...] as [N, ...]: what `padded` was given. Differentiable in x."""
-        return x.reshape(self.count * self.longest, *x.shape[2:]).index_select(0, self.place)
+        return moved(x.reshape(self.count * self.longest, *x.shape[2:]), self.place, self.token)
 
     def checked(self, tokens: torch.Tensor, lengths: torch.Tensor | None, cache: Cache | None) -> None:
         """Raise ValueError unless a forward's other arguments go with this pack."""

@@ -1,0 +1,99 @@
+"""What of a layer looks along a sequence, for packed sequences: the short convolution and latent attention.
+
+Both give a token what the padded forms give it, from its own sequence alone. The convolution runs over one row in which each sequence follows its carried inputs,
+so it needs no padding; attention takes the kernel of packed sequences where that runs, and the right-padded form of `attend` elsewhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from driftline.kernels.dispatch import runs_triton
+from driftline.kernels.mla_prefill import mla_prefill
+from driftline.kernels.mode import deterministic
+from driftline.kernels.short_conv import short_conv
+from driftline.models.latent_attention import Columns, Heads, attend
+from driftline.models.packed import Packed, moved
+
+__all__ = ["PackedColumns", "attend_packed", "convolve_packed"]
+
+
+def convolve_packed(x: torch.Tensor, weight: torch.Tensor, tail: torch.Tensor, packed: Packed) -> tuple[torch.Tensor, torch.Tensor]:
+    """`short_conv` of packed sequences: x [1, N, C], weight [C, W], tail [S, W-1, C]. Returns [1, N, C] and the sequences' new tails.
+
+    Differentiable in all three.
+    """
+    count, carried, width = tail.shape
+    begins = packed.bounds + torch.arange(count + 1, device=x.device) * carried  # of the sequences in the row, each behind its tail
+    total = packed.tokens + count * carried
+    span = torch.arange(carried, device=x.device)
+    tokens = torch.arange(packed.tokens, device=x.device) + (packed.sequence + 1) * carried
+    tails = (begins[:-1, None] + span).flatten()
+    here = torch.cat([tails, tokens])  # of tail and x, their place in the row
+    back = torch.empty(total, dtype=torch.int64, device=x.device)
+    back[here] = torch.arange(total, device=x.device)
+    row = moved(torch.cat([tail.reshape(-1, width), x[0]]), back, here)
+    mixed, _ = short_conv(row[None], weight, row.new_zeros(1, carried, width))
+    last = (begins[1:, None] - carried + span).flatten()
+    return moved(mixed[0], tokens, _inverse(tokens, total))[None], moved(row, last, _inverse(last, total)).view_as(tail)
+
+
+def _inverse(source: torch.Tensor, size: int) -> torch.Tensor:
+    """Of a map whose values differ: int64 [size], -1 where nothing is taken from."""
+    out = source.new_full((size,), -1)
+    out[source] = torch.arange(source.shape[0], device=source.device)
+    return out
+
+
+@dataclass(frozen=True)
+class PackedColumns:
+    """held [S, C] bool: which cached columns of each sequence are valid; the new ones are `packed`."""
+
+    held: torch.Tensor
+    packed: Packed
+
+    @cached_property
+    def padded(self) -> Columns:
+        """The same, right-padded."""
+        return Columns(self.held, self.packed.real)
+
+    @cached_property
+    def key_bounds(self) -> torch.Tensor:
+        """int32 [S + 1]: where each sequence's keys begin, its valid cached columns and then its new ones."""
+        counts = self.held.sum(1) + self.packed.lengths_s
+        return torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
+
+    @cached_property
+    def keys(self) -> torch.Tensor:
+        """int64 [K]: where each key lies in the cached columns [S * C], flattened, and the new ones [N] behind them."""
+        count, columns = self.held.shape
+        owner = torch.cat([torch.arange(count, device=self.held.device).repeat_interleave(columns), self.packed.sequence])
+        new = torch.arange(owner.shape[0], device=owner.device) >= count * columns
+        absent = torch.cat([~self.held.flatten(), torch.zeros_like(self.packed.sequence, dtype=torch.bool)])
+        rank = (2 * owner + new).masked_fill(absent, 2 * count)
+        return rank.argsort(stable=True)[: int(self.key_bounds[-1])]  # the one wait for the device: how many there are
+
+    @cached_property
+    def key_of(self) -> torch.Tensor:
+        """int64 [S * C + N]: the inverse of `keys`."""
+        return _inverse(self.keys, self.held.numel() + self.packed.tokens)
+
+
+def attend_packed(q: torch.Tensor, cached: torch.Tensor, new: torch.Tensor, heads: Heads, columns: PackedColumns) -> tuple[torch.Tensor, torch.Tensor]:
+    """q [N, H, nope + shared]; cached [S, C, rank + shared] and new [N, rank + shared], normalised latents and shared keys.
+
+    Returns [N, H, value], and the rows [S, C + longest, rank + shared] to cache, right-padded.
+    """
+    packed = columns.packed
+    rows = torch.cat([cached, packed.padded(new)], dim=1)
+    if deterministic() or q.dtype != torch.bfloat16 or not runs_triton(q, rows):
+        return packed.unpadded(attend(packed.padded(q), rows, heads, columns.padded)), rows
+    keys = new if not cached.shape[1] else moved(torch.cat([cached.flatten(0, 1), new]), columns.keys, columns.key_of)
+    kv = heads.expand(keys[:, : heads.rank]).view(keys.shape[0], q.shape[1], -1)
+    bounds = columns.key_bounds if cached.shape[1] else None
+    wide = torch.promote_types(q.dtype, torch.float32)
+    o = mla_prefill(q, kv, keys[:, heads.rank :], cu_seqlens=packed.bounds32, cu_seqlens_k=bounds, scale=heads.scale, out_dtype=wide)
+    return o.to(q.dtype), rows
