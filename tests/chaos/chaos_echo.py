@@ -39,7 +39,8 @@ class Echo:
         await self._client.subscribe(f"{root}.groups", cb=self._listener(Plane.GROUPS))
         await self._client.subscribe(f"{root}.trajectories.>", cb=self._listener(Plane.TRAJECTORIES))
         await self._client.subscribe(f"{root}.graded.>", cb=self._listener(Plane.GRADED))
-        await self._client.flush()
+        for _ in range(2):  # the first ping overtakes subscriptions that the client has not written yet; the second is behind them
+            await self._client.flush()
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -459,3 +459,24 @@ async def test_a_client_without_our_care_does_close_on_a_payload_at_the_limit(se
     async with asyncio.timeout(20):
         await closed.wait()
     assert client.is_closed
+
+
+async def test_the_clients_flush_overtakes_a_subscription_and_nothing_here_waits_for_it(server: NatsServer, bus: NatsBus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trap: a ping is written at once, past a subscription that waits for the writer, so its pong says nothing. What is asked through the inbox
+    of a new connection comes back all the same: requests stand in the same line as the subscription."""
+    written: list[bytes] = []
+    client = await nats.connect(server.url)
+    transport = client._transport
+    assert transport is not None
+    write, writelines = transport.write, transport.writelines
+    monkeypatch.setattr(transport, "write", lambda data: (written.append(data), write(data))[1])
+    monkeypatch.setattr(transport, "writelines", lambda data: (written.extend(data), writelines(data))[1])
+    await client.subscribe("late")
+    await client.flush()
+    await client.flush()
+    assert [line.split()[0] for line in written] == [b"PING", b"SUB", b"PING"]
+    await client.close()
+    for _ in range(20):
+        async with await NatsBus.connect(server.url, name="early") as early:
+            assert await early.healthy()
+            assert (await early._connection.api("INFO", timeout_s=5))["streams"] == 0
