@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import xxhash
 
+from driftline.environments.few_shot import FewShotSource
 from driftline.environments.split import heldout_tasks, training_task
 from driftline.messages.errors import ConfigError, DriftlineError
 from driftline.messages.types import Task
@@ -109,14 +110,17 @@ def load_source(
     *,
     mixture: Sequence[MixturePart] = (),
     heldout_seed: int = HELDOUT_SEED,
+    few_shot: int = 0,
 ) -> TaskSource:
-    """The source a run file names: "reasoning_gym" or "generators" with a family, "python:FILE[:NAME]", or a mixture."""
+    """The source a run file names: "reasoning_gym" or "generators" with a family, "python:FILE[:NAME]", or a mixture. Every task has `few_shot` solved examples
+    of its own family ahead of its question."""
     from driftline.environments.mixture import MixtureSource
 
     if mixture:
-        parts = [(load_source(p.source or spec, p.family, p.params, heldout_seed=heldout_seed), p.weight) for p in mixture]
+        parts = [(load_source(p.source or spec, p.family, p.params, heldout_seed=heldout_seed, few_shot=few_shot), p.weight) for p in mixture]
         return MixtureSource.of(parts)
-    return SplitSource(_maker(spec, family, dict(params or {})), heldout_seed)
+    source = SplitSource(_maker(spec, family, dict(params or {})), heldout_seed)
+    return FewShotSource.of(source, few_shot) if few_shot else source
 
 
 def load_scorer(specs: Iterable[str]) -> Scorer:

@@ -19,12 +19,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from driftline.messages.errors import DriftlineError, IntegrityError
+from driftline.messages.errors import ConfigError, DriftlineError, IntegrityError
 from driftline.messages.types import Finish, Group, Trajectory
 from driftline.models.cache import Cache
-from driftline.models.model import K3ForCausalLM
+from driftline.models.causal_lm import CausalLM
 from driftline.models.state import load_state
-from driftline.models.tokenizer import ByteTokenizer
+from driftline.models.tokenizer import ByteTokenizer, Tokenizer
+from driftline.services.rollout.conversation import conversation
 from driftline.services.rollout.randomness import member_key, uniforms
 from driftline.services.rollout.sampler import greedy, sample
 
@@ -60,16 +61,21 @@ class _Waiting:
 
 
 class Engine:
-    """Sample groups with `model`. `max_batch` bounds the rows decoded together; a whole group enters at once."""
+    """Sample groups with `model`. `max_batch` bounds the rows decoded together; a whole group enters at once. `tokenizer` (None: bytes) is the model's: a
+    completion ends at any of its `eos_ids`. ConfigError when it has ids that the model has not."""
 
     def __init__(
-        self, model: K3ForCausalLM, *, version: int, max_batch: int = 64, name: str = "engine", greedy_decoding: bool = False,
-        record_routes: bool = False,
+        self, model: CausalLM, *, version: int, max_batch: int = 64, name: str = "engine", greedy_decoding: bool = False,
+        record_routes: bool = False, tokenizer: Tokenizer | None = None,
     ) -> None:
+        if tokenizer is not None and tokenizer.vocab_size > model.config.vocab_size:
+            raise ConfigError(f"the tokenizer has {tokenizer.vocab_size} ids", field="vocab_size", value=model.config.vocab_size,
+                              remedy="the tokenizer beside the weights must be the model's own")
         self.model = model.eval()
         self.version, self.max_batch, self.name = version, max_batch, name
         self.greedy_decoding, self.record_routes = greedy_decoding, record_routes
-        self.tokenizer = ByteTokenizer()
+        self.tokenizer: Tokenizer = tokenizer or ByteTokenizer()
+        self._ends = frozenset(self.tokenizer.eos_ids)
         self.device = next(model.parameters()).device
         self.tokens_sampled = 0
         self.prompt_tokens = 0
@@ -97,7 +103,7 @@ class Engine:
             self._waiting.append(_Waiting(group, wanted, self._encoded(group)))
 
     def _encoded(self, group: Group) -> array[int]:
-        prompt = array("i", self.tokenizer.encode_prompt(group.task.prompt))
+        prompt = array("i", self.tokenizer.encode_chat(conversation(group.task)))
         room = self.model.config.max_position_embeddings - group.sampling.max_tokens
         if len(prompt) > room:
             raise DriftlineError(f"a prompt of {len(prompt)} tokens", field=f"task {group.task.id}", value=group.task.prompt,
@@ -231,7 +237,7 @@ class Engine:
         self.tokens_sampled += len(rows)
 
     def _finish(self, row: _Row) -> Finish | None:
-        if row.tokens[-1] == self.tokenizer.eos:
+        if row.tokens[-1] in self._ends:
             return Finish.STOP
         return Finish.LENGTH if len(row.tokens) >= row.group.sampling.max_tokens else None
 
