@@ -5,15 +5,16 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from driftline.kernels.moe import expert_mlp, route
+from driftline.kernels.moe import expert_mlp
 from driftline.kernels.mxfp4.weights import GROUP, Mxfp4Weight
 from driftline.kernels.situ_glu import situ_glu
 from driftline.messages.errors import ConfigError
 from driftline.models.attention import RMSNorm
 from driftline.models.config import K3Config
 from driftline.models.linear import Linear
+from driftline.models.routes import RouteShape, routed
 
-__all__ = ["DenseMlp", "Experts", "LatentMoe", "PackedExperts"]
+__all__ = ["DenseMlp", "Experts", "LatentMoe", "PackedExperts", "route_shape"]
 
 
 class DenseMlp(nn.Module):
@@ -99,13 +100,22 @@ class LatentMoe(nn.Module):
         self.shared_experts = DenseMlp(hidden, shared, config) if shared else None
 
     def forward(self, x: torch.Tensor, replay: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """x [..., D], replay [..., k] int64 recorded ids or None. Returns [..., D] and the ids used [..., k]."""
+        """x [..., D]; replay [..., k] recorded ids (int16 or int64; a row with -1 has none and chooses for itself) or None. Returns [..., D] and the ids used
+        [..., k] int64. The selection bias chooses and never weighs, so a replayed row does not read it."""
         flat = x.reshape(-1, x.shape[-1])
         wanted = None if replay is None else replay.reshape(-1, replay.shape[-1])
-        ids, gates = route(flat, self.gate.weight, self.gate.e_score_correction_bias, self.top_k, self.scaling, wanted)
+        ids, gates = routed(flat, self.gate.weight, self.gate.e_score_correction_bias, self.top_k, self.scaling, wanted)
         experts = self.experts
         mixed = expert_mlp(self.routed_expert_down_proj(flat), ids, gates, experts.w1, experts.w3, experts.w2, *self.betas)
         out = self.routed_expert_up_proj(self.routed_expert_norm(mixed))
         if self.shared_experts is not None:
             out = out + self.shared_experts(flat)
         return out.view_as(x), ids.view(*x.shape[:-1], self.top_k)
+
+
+def route_shape(model: nn.Module) -> RouteShape | None:
+    """What routes of this model look like; None when it has no MoE layer, and nothing is recorded or replayed."""
+    layers = [module for module in model.modules() if isinstance(module, LatentMoe)]
+    if not layers:
+        return None
+    return RouteShape(len(layers), layers[0].top_k, layers[0].gate.weight.shape[0])
