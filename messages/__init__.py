@@ -46,6 +46,9 @@ from driftline.messages.subjects import (
 )
 from driftline.messages.types import (
     Admitted,
+    Divergence,
+    DivergenceLevel,
+    DivergenceSignal,
     EvalResult,
     Finish,
     Graded,
@@ -80,6 +83,9 @@ __all__ = [
     "Delivery",
     "Depth",
     "Discard",
+    "Divergence",
+    "DivergenceLevel",
+    "DivergenceSignal",
     "DriftlineError",
     "EvalResult",
     "Finish",

@@ -57,6 +57,7 @@ for _cls in (
     types.Graded,
     types.Taken,
     types.OutcomeEvent,
+    types.Divergence,
     types.RunFinished,
     types.LearnerOwner,
     types.RelayPeer,

@@ -93,6 +93,10 @@ class Subjects:
     def retried(self, group: str, attempt: int) -> str:
         return f"{self.root}.ledger.retried.{group}.{attempt}"
 
+    def divergence(self, version: int, signal: str) -> str:
+        """What the divergence watch said at the step that was to make a version."""
+        return f"{self.root}.ledger.divergence.{version}.{signal}"
+
     @property
     def ledger(self) -> str:
         return f"{self.root}.ledger.>"

@@ -20,6 +20,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 __all__ = [
     "Admitted",
+    "Divergence",
+    "DivergenceLevel",
+    "DivergenceSignal",
     "EvalResult",
     "Finish",
     "Graded",
@@ -276,6 +279,38 @@ class OutcomeEvent(Message):
     at: float = 0.0
     arrived: tuple[int, ...] = ()
     trained: tuple[int, ...] = ()
+
+
+class DivergenceSignal(StrEnum):
+    """What the divergence watch looks at. The first three are token-averaged k3 in nats, the others fractions."""
+
+    NUMERICS = "numerics"
+    STALENESS = "staleness"
+    TOTAL = "total"
+    EXTREME = "extreme"
+    FLIPS = "flips"
+
+
+class DivergenceLevel(StrEnum):
+    ALARM = "alarm"
+    CLEARED = "cleared"
+    HALT = "halt"
+
+
+class Divergence(Message):
+    """Ledger event, on a subject of its own: learner and rollout were further apart than `limit` for `steps` judged steps in a row, the last of them the one that
+    was to make `version`; or they no longer are (cleared). `value` is that step's, over `tokens`. At HALT its batch was not trained on and the run ended."""
+
+    schema_name: ClassVar[str] = "divergence"
+
+    version: int = Field(ge=1)
+    signal: DivergenceSignal
+    level: DivergenceLevel
+    value: float
+    limit: float
+    tokens: int = Field(ge=0)
+    steps: int = Field(ge=1)
+    at: float = 0.0
 
 
 class RunFinished(Message):

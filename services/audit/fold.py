@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from driftline.messages.types import Admitted, Message, Outcome, OutcomeEvent, Retried, Taken
+from driftline.messages.types import Admitted, Divergence, Message, Outcome, OutcomeEvent, Retried, Taken
 from driftline.services.audit.report import (
     Bounds,
     Finding,
@@ -80,6 +80,7 @@ class Accounts:
         self._reasons: dict[str, Counter[str]] = defaultdict(Counter)
         self._queued: dict[str, Counter[str | None]] = defaultdict(Counter)
         self._letters: Counter[str] = Counter()
+        self._divergences: Counter[str] = Counter()
         self._letter_groups: dict[str, int] = {}
         self._found: list[Finding] = []
 
@@ -97,6 +98,8 @@ class Accounts:
                     self._end(event)
                 case Taken(group=name):
                     self._groups[name].taken += 1
+                case Divergence(level=level, signal=signal):
+                    self._divergences[f"{level.value} {signal.value}"] += 1
                 case _:
                     self._find(FindingKind.UNREADABLE, f"event {self._events}", f"{event.schema_name} is not a ledger event")
         self._state = fold(self._state, (event for event in page if isinstance(event, (Admitted, OutcomeEvent))))
@@ -153,7 +156,7 @@ class Accounts:
                 sum(group.endings[0].outcome is Outcome.TRAINED and not self._knows(group.endings[0].version, head) for group in ended),
             ),
             queues={plane: self._content(names) for plane, names in self._queued.items()},
-            dead_letters=dict(sorted(self._letters.items())), findings=tuple(findings),
+            dead_letters=dict(sorted(self._letters.items())), divergences=dict(sorted(self._divergences.items())), findings=tuple(findings),
         )
 
     def _admit(self, event: Admitted) -> None:

@@ -104,6 +104,8 @@ class Report:
     versions: VersionCounts
     queues: Mapping[str, QueueContent]
     dead_letters: Mapping[str, int]
+    divergences: Mapping[str, int]
+    """What the divergence watch said, by level and signal: no finding, for every id is accounted for whatever was said."""
     findings: tuple[Finding, ...]
 
     def document(self) -> dict[str, Any]:

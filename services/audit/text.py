@@ -39,6 +39,7 @@ def report_lines(report: Report) -> Iterator[str]:
     for plane, content in report.queues.items():
         yield f"queue         {plane}: {content.in_flight} in flight, {content.residue} residue, {content.stray} stray"
     yield f"dead letters  {_counts(report.dead_letters)}"
+    yield f"divergence    {_counts(report.divergences)}"
     yield from (plain(str(finding)) for finding in report.findings)
     yield CLEAN if not report.findings else f"{len(report.findings)} findings"
 

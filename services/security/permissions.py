@@ -96,7 +96,7 @@ class _Rules:
             case Role.GRADER:
                 return (*self._service(role), *self._pulls("grader"), *self._sends(f"{root}.graded.>"), *self._works_on("LEDGER", "CONTROL"))
             case Role.LEARNER:
-                owned = ("policy", "blob", "ledger.outcome", "ledger.retried", "control", "record")
+                owned = ("policy", "blob", "ledger.outcome", "ledger.retried", "ledger.divergence", "control", "record")
                 return (
                     *self._service(role), *self._pulls("learner"), *self._sends(*(f"{root}.{plane}.>" for plane in owned), self._names.groups),
                     *self._reads("LEDGER", "POLICY", "BLOB", "RECORD", "CONTROL", "DEAD"), *self._lists("BLOB"),

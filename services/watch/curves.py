@@ -55,7 +55,7 @@ def _lag(axis: Any, picture: Picture) -> None:
 
 
 def _agreement(axis: Any, picture: Picture) -> None:
-    drawn = [_line(axis, picture, key, label, positive=True) for key, label in (("k3_lag0", "lag 0"), ("k3", "all lags"))]
+    drawn = [_line(axis, picture, key, label, positive=True) for key, label in (("k3_lag0", "lag 0"), ("k3_numerics", "numerics"), ("k3", "all lags"))]
     axis.set_title("k3 KL between learner and rollout")
     if any(drawn):
         axis.set_yscale("log")

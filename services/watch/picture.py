@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from driftline.messages.bus import Depth
 from driftline.messages.types import (
     Admitted,
+    Divergence,
+    DivergenceLevel,
     EvalResult,
     Message,
     Metrics,
@@ -74,6 +76,8 @@ class Picture:
     dead_letters: int = 0
     policy_bytes: dict[int, tuple[int, int]] = field(default_factory=dict)
     finished: RunFinished | None = None
+    divergences: dict[tuple[int, str, str], Divergence] = field(default_factory=dict)
+    """What the divergence watch said, by version, signal and level."""
     _sampled: dict[str, _Total] = field(default_factory=dict)
     _rates: dict[str, float] = field(default_factory=dict)
     _ended: set[str] = field(default_factory=set)
@@ -106,6 +110,8 @@ class Picture:
                 self.policy_bytes[message.version] = (full.nbytes if full else 0, delta.nbytes if delta else 0)
             case RunFinished():
                 self.finished = message
+            case Divergence():
+                self.divergences[message.version, message.signal.value, message.level.value] = message
 
     def _see_step(self, message: Metrics) -> None:
         version = int(message.values.get("version", message.step))
@@ -130,6 +136,19 @@ class Picture:
     @property
     def evaluations(self) -> list[EvalResult]:
         return [self.evals[version] for version in sorted(self.evals)]
+
+    @property
+    def alarms(self) -> int:
+        """How often an alarm was raised."""
+        return sum(event.level is DivergenceLevel.ALARM for event in self.divergences.values())
+
+    @property
+    def alarmed(self) -> tuple[str, ...]:
+        """The signals whose alarm is raised now: its last word was no end of it."""
+        last: dict[str, Divergence] = {}
+        for _, event in sorted(self.divergences.items(), key=lambda item: item[0][0]):
+            last[event.signal.value] = event
+        return tuple(sorted(name for name, event in last.items() if event.level is not DivergenceLevel.CLEARED))
 
     @property
     def tokens_sampled(self) -> int:

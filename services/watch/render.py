@@ -36,6 +36,7 @@ def step_line(step: Step, picture: Picture) -> str:
         f"reward {_number(step.get('reward_train'))}",
         f"lag {_number(step.get('lag_mean'), 2)} max {_number(step.get('lag_max'), 0)}",
         f"k3@0 {_number(step.get('k3_lag0'), exponent=True)}",
+        *([f"k3 {_number(step.get('k3'), exponent=True)} ALARM"] if step.get("alarms") else []),
         f"entropy {_number(step.get('entropy'))}",
         f"clip {_number(step.get('clip_fraction'))}",
         f"{_number(step.get('step_s'), 2)} s",
@@ -83,6 +84,8 @@ def _loop(picture: Picture) -> Table:
     table.add_row("lag", f"{_histogram(last.lag_histogram)}  max seen {picture.max_lag_seen}")
     table.add_row("k3 at lag 0", f"{_number(last.get('k3_lag0'), exponent=True)}  "
                   f"bitwise equal {_number(last.get('bitwise_equal'), 4)}")
+    table.add_row("k3 split", f"numerics {_number(last.get('k3_numerics'), exponent=True)}  staleness {_number(last.get('k3_staleness'), exponent=True)}")
+    table.add_row("apart", f"extreme {_number(last.get('extreme'), 4)}  flipped routes {_number(last.get('flips'), 4)}")
     table.add_row("entropy", f"{_number(last.get('entropy'))}  clip {_number(last.get('clip_fraction'))}")
     table.add_row("step / wait", f"{_number(last.get('step_s'), 2)} s / {_number(last.get('wait_s'), 2)} s")
     queues = "  ".join(f"{name} {depth.pending}+{depth.ack_pending}" for name, depth in picture.depths.items())
@@ -102,6 +105,8 @@ def _health(picture: Picture) -> Table:
     table.add_row("dead letters", Text(str(picture.dead_letters), style=bad))
     restarted = ", ".join(f"{name} {count}" for name, count in sorted(picture.restarts.items())) or "none"
     table.add_row("restarts", restarted)
+    raised = ", ".join(picture.alarmed)
+    table.add_row("divergence", Text(f"{raised or 'no alarm'}, {picture.alarms} alarms so far", style="bold red" if raised else ""))
     return table
 
 

@@ -34,7 +34,8 @@ def report(picture: Picture, config: Config, summary: dict[str, Any], ending: st
 _ROWS = (
     ("training reward, first step", "train_reward_first"), ("training reward, last step", "train_reward_last"),
     ("steps", "steps"), ("policy versions", "versions"), ("bound on the lag", "max_lag"), ("largest lag seen", "max_lag_seen"),
-    ("k3 at lag 0, mean", "k3_lag0_mean"), ("k3, mean", "k3_mean"), ("tokens sampled", "tokens_sampled"),
+    ("k3 at lag 0, mean", "k3_lag0_mean"), ("k3, mean", "k3_mean"), ("k3, numerics, mean", "k3_numerics_mean"),
+    ("k3, staleness, mean", "k3_staleness_mean"), ("divergence alarms", "divergence_alarms"), ("tokens sampled", "tokens_sampled"),
     ("tokens trained on", "tokens_trained"), ("bytes published as fulls", "policy_bytes_full"),
     ("bytes published as deltas", "policy_bytes_delta"), ("dead letters", "dead_letters"), ("restarts", "restarts"),
 )

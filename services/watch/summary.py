@@ -3,7 +3,8 @@
 `heldout_*` are mean rewards on the held-out tasks at the training temperature, first and last measured; `train_reward_*` those of
 the first and last step; `k3_*` token-averaged KL between learner and rollout, over the steps that had such tokens; `versions`
 counts published versions, the starting one included; `policy_bytes_*` are totals published; `audit_findings` counts the ids that
-the audit at the end found missing, doubled or unfinished. A figure that was never
+the audit at the end found missing, doubled or unfinished; `k3_numerics_mean` and `k3_staleness_mean` are the two parts of `k3_mean`, over the steps that have
+them; `divergence_alarms` counts the alarms that the divergence watch raised, `divergence_halt` is the signal that ended the run or null. A figure that was never
 measured is null, never zero.
 """
 
@@ -14,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from driftline.messages.types import Outcome
+from driftline.messages.types import DivergenceLevel, Outcome
 from driftline.services.config import Config
 from driftline.services.watch.picture import Picture, Step
 
@@ -24,6 +25,7 @@ KEYS = (
     "run", "seed", "max_lag", "max_lag_seen", "versions", "steps", "wall_s", "heldout_first", "heldout_last",
     "train_reward_first", "train_reward_last", "k3_lag0_mean", "k3_mean", "outcomes", "dead_letters", "restarts",
     "policy_bytes_full", "policy_bytes_delta", "tokens_sampled", "tokens_trained", "audit_findings",
+    "k3_numerics_mean", "k3_staleness_mean", "divergence_alarms", "divergence_halt",
 )
 
 
@@ -52,6 +54,10 @@ def summarise(picture: Picture, config: Config, wall_s: float, *, audit_findings
         "tokens_sampled": picture.tokens_sampled,
         "tokens_trained": int(_sum(steps, "tokens_trained")),
         "audit_findings": audit_findings,
+        "k3_numerics_mean": _mean(step.get("k3_numerics") for step in steps),
+        "k3_staleness_mean": _mean(step.get("k3_staleness") for step in steps),
+        "divergence_alarms": picture.alarms,
+        "divergence_halt": next((e.signal.value for e in picture.divergences.values() if e.level is DivergenceLevel.HALT), None),
     }
     return {key: values[key] for key in KEYS}
 

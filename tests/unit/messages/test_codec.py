@@ -22,6 +22,9 @@ from pydantic import BaseModel, ConfigDict
 from driftline.messages import (
     Admitted,
     ConfigError,
+    Divergence,
+    DivergenceLevel,
+    DivergenceSignal,
     EvalResult,
     Graded,
     LearnerOwner,
@@ -91,6 +94,9 @@ SAMPLES: dict[str, Message] = {
         batch_chunks=1, numerics={"device": "cpu"}, at=6.0,
     ),
     "taken": Taken(run="r", group="g0", version=3, epoch=2, at=7.0),
+    "divergence": Divergence(
+        run="r", version=4, signal=DivergenceSignal.NUMERICS, level=DivergenceLevel.ALARM, value=0.25, limit=0.002, tokens=512, steps=3, at=9.0,
+    ),
     "finished": RunFinished(run="r", version=40, reason="steps", at=3.0),
     "metrics": Metrics(run="r", service="learner", step=2, values={"loss": -0.25}, series={"lag": [0.0, 1.0]}),
     "eval": EvalResult(run="r", version=5, tasks=128, samples=2, reward_sampled=0.5, reward_greedy=0.75),

@@ -31,6 +31,7 @@ WRITTEN_BY: dict[str, set[Role]] = {
     NAMES.admitted("g"): {Role.DISPATCHER},
     NAMES.outcome("g"): {Role.LEARNER},
     NAMES.retried("g", 1): {Role.LEARNER},
+    NAMES.divergence(1, "numerics"): {Role.LEARNER},
     NAMES.head: {Role.LEARNER},
     NAMES.manifest(1): {Role.LEARNER},
     f"{NAMES.root}.policy.pins": {Role.LEARNER, Role.POLICY_STORE, Role.EVALUATOR},

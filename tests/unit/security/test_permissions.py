@@ -11,7 +11,7 @@ from driftline.services.security.permissions import PLANES, Role, grant, inbox_p
 
 RUNS = st.from_regex(r"[A-Za-z0-9_-]{1,64}", fullmatch=True)
 LIMITED = tuple(role for role in Role if role is not Role.ADMIN)
-LEARNERS_OWN = ("policy", "policy.manifest", "record", "control", "ledger.outcome", "ledger.retried")
+LEARNERS_OWN = ("policy", "policy.manifest", "record", "control", "ledger.outcome", "ledger.retried", "ledger.divergence")
 
 
 def matches(pattern: str, subject: str) -> bool:
