@@ -23,7 +23,17 @@ from driftline.messages.errors import ConfigError
 from driftline.messages.subjects import MIB, topology
 from driftline.messages.types import Sampling
 from driftline.services.config_text import problems, to_toml
+from driftline.services.learner_config import (
+    GROUP_RELATIVE,
+    LearnerConfig,
+    Objective,
+    Proximal,
+    Recompute,
+)
 from driftline.services.policy_config import (
+    Compute,
+    Device,
+    ExpertsForm,
     PolicyConfig,
     PolicyStoreConfig,
     RelayConfig,
@@ -33,11 +43,16 @@ from driftline.services.policy_config import (
 )
 
 __all__ = [
+    "Compute",
     "Config",
     "DeadlinePolicy",
+    "ExpertsForm",
+    "LearnerConfig",
+    "Numerics",
     "Objective",
     "PolicyUpdate",
     "Proximal",
+    "Recompute",
     "Sandbox",
     "StalePolicy",
     "in_flight_members",
@@ -50,15 +65,6 @@ RUN_NAME = r"^[A-Za-z0-9_-]+$"
 PYTHON_SOURCE = "python:"
 
 
-class Objective(StrEnum):
-    GSPO = "gspo"
-    GRPO = "grpo"
-    PPO = "ppo"
-    CISPO = "cispo"
-    IMPORTANCE_SAMPLING = "importance_sampling"
-    CROSS_ENTROPY = "cross_entropy"
-
-
 class PolicyUpdate(StrEnum):
     """What an engine does with running sequences when a version arrives."""
 
@@ -67,11 +73,12 @@ class PolicyUpdate(StrEnum):
     INTERRUPT = "interrupt"
 
 
-class Proximal(StrEnum):
-    """What the ratio is taken against: the recorded behaviour policy, or the policy at the start of the step (decoupled)."""
+class Numerics(StrEnum):
+    """In what order sums are taken: the fastest for each shape, or one order everywhere, so that a token's log-probability is the same bits in the rollout
+    and in the learner."""
 
-    BEHAVIOUR = "behaviour"
-    RECOMPUTE = "recompute"
+    FAST = "fast"
+    DETERMINISTIC = "deterministic"
 
 
 class DeadlinePolicy(StrEnum):
@@ -99,13 +106,6 @@ class Sandbox(StrEnum):
     OFF = "off"
 
 
-# Objectives that judge a member against its group: with one member every advantage is zero and nothing is ever learnt.
-GROUP_RELATIVE = frozenset({Objective.GSPO, Objective.GRPO, Objective.PPO, Objective.CISPO, Objective.IMPORTANCE_SAMPLING})
-
-
-Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:[0-9]+)?)$")]
-
-
 class RunConfig(Section):
     """What the experiment is. `name` is the run's id in every subject, so it is also what a restart resumes.
 
@@ -129,6 +129,7 @@ class RunConfig(Section):
     max_failed_groups: int = Field(default=256, ge=0)
     record: bool = True
     time_limit_s: float = Field(default=0.0, ge=0)
+    numerics: Numerics = Numerics.FAST
 
 
 class BrokerConfig(Section):
@@ -214,47 +215,6 @@ class GraderConfig(Section):
     memory_mb: int = Field(default=1024, ge=64)
     max_in_flight: int = Field(default=256, ge=1)
     sandbox: Sandbox = Sandbox.AUTO
-
-
-class LearnerConfig(Section):
-    """`checkpoint_every` steps the optimizer state is written beside the training; a step waits when more than `max_recompute`
-    steps would have to be computed again after a crash. `lease_s`: how long a learner that is silent still owns the run.
-    `held_bytes` bounds the members held in memory. Checkpoints go to `checkpoint_dir` (empty: the run folder)."""
-
-    objective: Objective = Objective.GSPO
-    lr: float = Field(default=3e-4, gt=0)
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
-    eps: float = Field(default=1e-8, gt=0)
-    weight_decay: float = Field(default=0.0, ge=0)
-    grad_clip: float = Field(default=1.0, gt=0)
-    eps_low: float = Field(default=3e-4, gt=0, lt=1)
-    eps_high: float = Field(default=4e-4, gt=0)
-    dual_clip: float = Field(default=3.0, gt=1)
-    proximal: Proximal = Proximal.BEHAVIOUR
-    router_replay: bool = False
-    tis_cap: float | None = Field(default=None, gt=0)
-    icepop: tuple[float, float] | None = None
-    adv_std: bool = False
-    micro_batch_groups: int = Field(default=4, ge=1)
-    threads: int = Field(default=1, ge=1)
-    device: Device = "cpu"
-    lora_rank: int = Field(default=0, ge=0)
-    lora_alpha: float | None = Field(default=None, gt=0)
-    lora_targets: str = r".*(proj|experts)$"
-    max_bad_steps: int = Field(default=8, ge=1)
-    probe_members: int = Field(default=32, ge=0)
-    min_group_members: int = Field(default=2, ge=1)
-    checkpoint_every: int = Field(default=1, ge=1)
-    max_recompute: int = Field(default=4, ge=1)
-    checkpoint_dir: str = ""
-    lease_s: float = Field(default=10.0, ge=1.0)
-    held_bytes: int = Field(default=2048 * MIB, ge=MIB)
-
-    @model_validator(mode="after")
-    def _icepop_is_an_interval(self) -> Self:
-        if self.icepop is not None and not 0 <= self.icepop[0] < self.icepop[1]:
-            raise clash("learner.icepop", list(self.icepop), "masks every token", "give [low, high] with 0 <= low < high")
-        return self
 
 
 class EvaluatorConfig(Section):
@@ -461,7 +421,7 @@ def _anchor(document: dict[str, Any], base: Path) -> None:
         broker["credentials"] = str(base / broker["credentials"])
     if isinstance(policy, dict):
         init, store = policy.get("init"), policy.get("store")
-        if isinstance(init, str) and init and init != "base":
+        if isinstance(init, str) and init and init != "base" and not init.startswith("package:"):
             policy["init"] = str(base / init)
         if isinstance(store, str):
             policy["store"] = anchored_store(store, base)

