@@ -40,7 +40,7 @@ class Gate(nn.Module):
 
 
 class Experts(nn.Module):
-    """Routed experts, stacked: w1 (gate), w3 (up) [E, I, Z], w2 (down) [E, Z, I]."""
+    """Routed experts, stacked: w1 (gate), w3 (up) [E, I, Z], w2 (down) [E, Z, I]. Called with rows z [N, Z], ids and gates [N, k], they give [N, Z]."""
 
     def __init__(self, config: K3Config) -> None:
         super().__init__()
@@ -48,6 +48,9 @@ class Experts(nn.Module):
         self.w1 = nn.Parameter(torch.empty(experts, inner, latent))
         self.w3 = nn.Parameter(torch.empty(experts, inner, latent))
         self.w2 = nn.Parameter(torch.empty(experts, latent, inner))
+
+    def forward(self, z: torch.Tensor, ids: torch.Tensor, gates: torch.Tensor, beta: float, linear_beta: float) -> torch.Tensor:
+        return expert_mlp(z, ids, gates, self.w1, self.w3, self.w2, beta, linear_beta)
 
 
 class PackedExperts(nn.Module):
@@ -66,6 +69,9 @@ class PackedExperts(nn.Module):
         for which, out, size_in in (("w1", inner, latent), ("w3", inner, latent), ("w2", latent, inner)):
             self.register_buffer(f"{which}_packed", torch.empty(experts, out, size_in // 2, dtype=torch.uint8, device=device))
             self.register_buffer(f"{which}_scale", torch.empty(experts, out, size_in // GROUP, dtype=torch.uint8, device=device))
+
+    def forward(self, z: torch.Tensor, ids: torch.Tensor, gates: torch.Tensor, beta: float, linear_beta: float) -> torch.Tensor:
+        return expert_mlp(z, ids, gates, self.w1, self.w3, self.w2, beta, linear_beta)
 
     @property
     def w1(self) -> Mxfp4Weight:
