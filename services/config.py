@@ -171,7 +171,8 @@ class MixturePartConfig(Section):
 
 
 class TasksConfig(Section):
-    """`[[tasks.mixture]]` parts, where given, replace `family` and `params` for training; evaluation keeps `family`."""
+    """`[[tasks.mixture]]` parts, where given, replace `family` and `params` for training; evaluation keeps `family`. `few_shot`: so many solved examples
+    stand ahead of every question."""
 
     source: str = "reasoning_gym"
     family: str = "spell_backward"
@@ -180,6 +181,7 @@ class TasksConfig(Section):
     mixture: tuple[MixturePartConfig, ...] = ()
     heldout: int = Field(default=128, ge=1)
     heldout_seed: int = Field(default=1_000_003, ge=0)
+    few_shot: int = Field(default=0, ge=0, le=16)
 
 
 class SamplingConfig(Section):

@@ -6,11 +6,9 @@ Imports are inside the builders, so that a service pays for what it uses: a disp
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from driftline.messages.bus import Bus
-from driftline.messages.errors import ConfigError
 from driftline.services.config import Config
 from driftline.services.runtime import Build, Context, Service
 
@@ -18,7 +16,7 @@ if TYPE_CHECKING:
     from driftline.environments.source import TaskSource
     from driftline.policy_store.blobs import BlobStore
 
-__all__ = ["SERVICES", "blob_store", "checkpoint_dir", "scorer_specs", "task_source"]
+__all__ = ["SERVICES", "blob_store", "scorer_specs", "task_source"]
 
 
 def blob_store(bus: Bus, config: Config) -> BlobStore:
@@ -39,33 +37,18 @@ async def _located(context: Context) -> BlobStore:
 
 
 def task_source(config: Config) -> TaskSource:
-    """The training tasks, and the held-out ones they share no question with."""
+    """The training tasks, and the held-out ones they share no question with, behind the run's solved examples."""
     from driftline.environments.source import MixturePart, load_source
 
     tasks = config.tasks
     mixture = [MixturePart(part.family, part.params, part.weight, part.source) for part in tasks.mixture]
-    return load_source(tasks.source, tasks.family, tasks.params, mixture=mixture, heldout_seed=tasks.heldout_seed)
+    return load_source(tasks.source, tasks.family, tasks.params, mixture=mixture, heldout_seed=tasks.heldout_seed, few_shot=tasks.few_shot)
 
 
 def scorer_specs(config: Config) -> tuple[str, ...]:
     """Every source a trajectory of this run may come from."""
     sources = {config.tasks.source, *(part.source or config.tasks.source for part in config.tasks.mixture)}
     return tuple(sorted(sources))
-
-
-def checkpoint_dir(config: Config) -> Path:
-    """The starting checkpoint's folder. Raises ConfigError when it holds none."""
-    import driftline
-
-    shipped = config.policy.init == "base"
-    folder = Path(driftline.__file__).parent / "models" / "base" if shipped else Path(config.policy.init)
-    missing = [name for name, pattern in (("config.json", "config.json"), ("model.safetensors", "*.safetensors")) if not any(folder.glob(pattern))]
-    if missing:
-        raise ConfigError(f"no checkpoint there: {' and '.join(missing)} missing in {folder}", field="policy.init",
-                          value=config.policy.init,
-                          remedy="this installation lacks the shipped checkpoint: install again" if shipped
-                          else "name a folder that `driftline pretrain` or a run wrote, or use 'base'")
-    return folder
 
 
 def _dispatcher(context: Context) -> Service:
@@ -87,7 +70,9 @@ def _grader(context: Context) -> Service:
 
 
 async def _policy_store(context: Context) -> Service:
+    from driftline.policy_store.model_files import CONFIG
     from driftline.services.policy_store.service import PolicyStoreService
+    from driftline.services.starting import starting_config
 
     config, store = context.config, context.config.policy_store
     return PolicyStoreService(
@@ -95,7 +80,7 @@ async def _policy_store(context: Context) -> Service:
         keep_bytes=store.keep_bytes, keep_start=store.keep_start, grace_s=store.grace_s, shortcuts=store.shortcuts,
         form=config.policy.delta_form,
         mirror_dir=context.run_dir / "policy" if store.mirror else None, mirror_keep=store.mirror_keep,
-        mirror_beside={"config.json": (checkpoint_dir(config) / "config.json").read_bytes()},
+        mirror_beside={CONFIG: starting_config(config).encode()},
         reporter=context.reporter,
     )
 

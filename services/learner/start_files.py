@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from driftline.policy_store.adapters import AdapterConfig, is_adapter
-from driftline.policy_store.model_files import ADAPTER_CONFIG, files_in
+from driftline.policy_store.model_files import ADAPTER_CONFIG
 from driftline.policy_store.tensor import Layout
 from driftline.services.config import Config
-from driftline.services.wiring import checkpoint_dir
+from driftline.services.starting import starting_files
 
 __all__ = ["start_files"]
 
 
 def start_files(config: Config, layouts: Mapping[str, Layout]) -> dict[str, bytes]:
     """The files of the starting checkpoint, and of a run that trains adapters how PEFT is to read them. Raises ConfigError as `files_in` does."""
-    found = files_in(checkpoint_dir(config))
+    found = starting_files(config)
     learner = config.learner
     if learner.lora_rank and any(is_adapter(name) for name in layouts):
         alpha = learner.lora_alpha if learner.lora_alpha is not None else float(learner.lora_rank)

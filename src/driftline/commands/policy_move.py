@@ -227,9 +227,9 @@ async def _beside(run: OpenRun, files: Path | None, config: Config | None) -> di
     if files is not None and not found:
         raise ConfigError("holds no config.json and no tokenizer", field="--files", value=str(files), remedy="name the folder of a model")
     if not found and config is not None:
-        from driftline.services.wiring import checkpoint_dir
+        from driftline.services.starting import starting_files
 
-        found = files_in(checkpoint_dir(config))
+        found = starting_files(config)
     if CONFIG not in found:
         return found
     if not found.keys() & TOKENIZERS:

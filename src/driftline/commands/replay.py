@@ -61,9 +61,10 @@ def _run_config(name: str, run_file: Path | None) -> Config:
 
 async def _record(name: str, out: Path, url: str, config: Config, follow: bool, to: int | None) -> None:
     from driftline.services.replay.record import record as record_run
-    from driftline.services.wiring import blob_store, checkpoint_dir
+    from driftline.services.starting import starting_config
+    from driftline.services.wiring import blob_store
 
-    model = (checkpoint_dir(config) / "config.json").read_text(encoding="utf-8")
+    model = starting_config(config)
 
     async def body(bus: NatsBus) -> None:
         done = await record_run(bus, blob_store(bus, config), config, model, out, to=to, follow=follow, say=_say)

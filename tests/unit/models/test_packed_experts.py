@@ -21,8 +21,8 @@ from driftline.services.config import LearnerConfig, load
 from driftline.services.learner.trainer import Trainer
 from driftline.services.policy_model import build_model
 from driftline.services.rollout.weights import parameters_of
+from driftline.services.starting import starting_place
 from driftline.services.tensors import from_host, to_host
-from driftline.services.wiring import checkpoint_dir
 
 
 @pytest.fixture
@@ -186,7 +186,7 @@ def test_a_run_may_start_from_sharded_and_packed_experts(tmp_path: Path) -> None
     example = Path(__file__).parents[3] / "examples" / "demo.toml"
     config = load(example, [f'policy.init="{packed_checkpoint(tmp_path, shard_bytes=80_000)}"', "learner.lora_rank=2"])
     assert not (tmp_path / "model.safetensors").exists()
-    assert checkpoint_dir(config) == tmp_path
+    assert starting_place(config) == tmp_path
     model = build_model(config, device="cpu", threads=1)
     assert isinstance(model.model.layers[1].block_sparse_moe.experts, PackedExperts)
     assert {name.rsplit(".", 1)[1] for name, p in model.named_parameters() if p.requires_grad} == {"lora_A", "lora_B"}

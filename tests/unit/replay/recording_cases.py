@@ -19,11 +19,11 @@ from driftline.services.learner.service import LearnerService
 from driftline.services.replay.format import Header, Step, StepFacts
 from driftline.services.replay.reader import Recording
 from driftline.services.replay.writer import RecordingWriter
-from driftline.services.wiring import checkpoint_dir
+from driftline.services.starting import starting_config
 
 RUN = "recorded"
 CONFIG = tiny(RUN, run={"steps": 2}, learner={"probe_members": 0})
-MODEL = (checkpoint_dir(CONFIG) / "config.json").read_text()
+MODEL = starting_config(CONFIG)
 
 
 def member(group: str, number: int, reward: float) -> Graded:
