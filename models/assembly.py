@@ -7,19 +7,18 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from driftline.models.config import K3Config
-from driftline.models.model import K3ForCausalLM
+from driftline.models.architectures import AnyConfig, skeleton
+from driftline.models.causal_lm import CausalLM
 from driftline.models.quantisation import Quantisation
 from driftline.models.state import policy_dtype, policy_tensors, public_tensors
-from driftline.models.stored import skeleton
 
 __all__ = ["assembled"]
 
 
 def assembled(
-    config: K3Config, experts: Quantisation, read: Callable[[str], torch.Tensor], *, dtype: torch.dtype, device: torch.device | str,
+    config: AnyConfig, experts: Quantisation, read: Callable[[str], torch.Tensor], *, dtype: torch.dtype, device: torch.device | str,
     order: Callable[[str], tuple[str, ...]] | None = None,
-) -> K3ForCausalLM:
+) -> CausalLM:
     """The model of `config` on `device`, its routed experts in form `experts`, every tensor of it `read(name)` by public name, of any device and floating dtype.
 
     Parameters are held in `dtype`, but what the release keeps in fp32 never in less. `order`: of the reads, by name; None for the model's.

@@ -1,8 +1,8 @@
-"""Checkpoints on disk, in the layout of K3's release: what loads was checked whole, by name, dtype and shape, before the first byte was copied.
+"""Checkpoints on disk, under their family's public names: what loads was checked whole, by name, dtype and shape, before the first byte was copied.
 
-A directory: `config.json`, and `model.safetensors` or numbered shards with an index. Routed experts are stored as bfloat16 or as MXFP4, and a model holds them
-in either form, whichever the files have. Loading and saving go tensor by tensor: beside the model they need the memory of one tensor.
-`base` is the small policy shipped with the package.
+A directory: `config.json`, and `model.safetensors` or numbered shards with an index; or, of a dense model and for loading only, one .gguf file. K3's routed experts
+are stored as bfloat16 or as MXFP4, and a model holds them in either form, whichever the files have. Loading and saving go tensor by tensor: beside the model they
+need the memory of one tensor.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import torch
 
 from driftline.kernels.mxfp4 import LARGEST_SCALE
 from driftline.messages.errors import ConfigError, IntegrityError
+from driftline.models.architectures import AnyConfig, config_of, configuration, save_configuration
 from driftline.models.assembly import assembled
-from driftline.models.config import K3Config
-from driftline.models.model import K3ForCausalLM
+from driftline.models.causal_lm import CausalLM
+from driftline.models.locate import BASE, located
 from driftline.models.quantisation import Quantisation
 from driftline.models.recoding import Recoded, recoded_shapes
 from driftline.models.shard_files import SHARD_BYTES, Shape, write_shards
@@ -26,15 +27,12 @@ from driftline.models.stored import Stored, held_form, public_shapes
 
 __all__ = ["BASE", "checkpoint_dir", "load_checkpoint", "read_tensors", "save_checkpoint", "write_checkpoint"]
 
-BASE = "base"
-
 
 def checkpoint_dir(init: str) -> Path:
-    """Directory of a checkpoint: `base` for the shipped one, else a path. Raises ConfigError when there is none."""
-    path = Path(__file__).parent / "base" if init == BASE else Path(init)
+    """`located(init)`, which is a directory. Raises ConfigError when there is none, or a file."""
+    path = located(init)
     if not path.is_dir():
-        raise ConfigError("no such checkpoint directory", field="policy.init", value=init,
-                          remedy='use "base" or a directory with config.json and model.safetensors')
+        raise ConfigError("a file, not a checkpoint directory", field="policy.init", value=init, remedy="give a directory with config.json and *.safetensors")
     return path
 
 
@@ -46,14 +44,15 @@ def read_tensors(directory: Path) -> dict[str, torch.Tensor]:
 
 def load_checkpoint(
     init: str, *, dtype: torch.dtype = torch.float32, experts: Quantisation | None = None, device: torch.device | str = "cpu",
-) -> K3ForCausalLM:
-    """Build the model of a checkpoint on `device` and load its weights.
+) -> CausalLM:
+    """Build the model of a checkpoint (`located`'s words) on `device` and load its weights.
 
     Parameters are held in `dtype`; what the release keeps in fp32 is never held in less. `experts`: the form in which the model holds its routed experts, None
     for that of the files. NONE unpacks them exactly, to be trained; MXFP4 packs them, which rounds. Raises ConfigError and IntegrityError: of names, dtypes and
     shapes before anything is allocated, of values (a NaN scale, a padded A_log that is none) at the tensor that has them.
     """
-    stored = Stored.open(checkpoint_dir(init))
+    stored = Stored.open(located(init))
+    stored.check_head()
     held = stored.experts if experts is None else experts
     source = Recoded(lambda name: stored.read(name).to(device), stored.experts, held, torch.promote_types(dtype, torch.bfloat16))
 
@@ -67,7 +66,7 @@ def load_checkpoint(
         return stored.file_of(source.source(name)), source.source(name)
 
     model = assembled(stored.config, held, read, dtype=dtype, device=device, order=place)
-    stored.shards.close()
+    stored.source.close()
     return model
 
 
@@ -79,7 +78,7 @@ def _in_reach(at: str, scale: torch.Tensor) -> None:
 
 
 def save_checkpoint(
-    model: K3ForCausalLM, directory: str | Path, *, dtype: torch.dtype = torch.bfloat16, experts: Quantisation | None = None, shard_bytes: int = SHARD_BYTES,
+    model: CausalLM, directory: str | Path, *, dtype: torch.dtype = torch.bfloat16, experts: Quantisation | None = None, shard_bytes: int = SHARD_BYTES,
 ) -> list[Path]:
     """Write the model in policy dtype `dtype`; returns the files of tensors. `experts`: the form of the routed ones, None for that in which the model holds them.
 
@@ -90,18 +89,18 @@ def save_checkpoint(
     tensors = {public: view for name, tensor in policy_tensors(model) for public, view in public_tensors(name, tensor)}
     shapes = recoded_shapes(public_shapes(model, dtype), held, wanted, dtype)
     source = Recoded(lambda name: tensors[name].to(policy_dtype(name, dtype)), held, wanted, dtype)
-    return write_checkpoint(Path(directory), model.config, wanted, shapes, source, shard_bytes)
+    return write_checkpoint(Path(directory), config_of(model), wanted, shapes, source, shard_bytes)
 
 
-def write_checkpoint(directory: Path, config: K3Config, experts: Quantisation, shapes: dict[str, Shape], source: Recoded, shard_bytes: int) -> list[Path]:
+def write_checkpoint(directory: Path, config: AnyConfig, experts: Quantisation, shapes: dict[str, Shape], source: Recoded, shard_bytes: int) -> list[Path]:
     """config.json and the tensors `shapes` from `source`, layer by layer whatever their order is. Returns the files of tensors."""
     directory.mkdir(parents=True, exist_ok=True)
     ordered = {name: shapes[name] for name in sorted(shapes, key=_place)}
     try:
-        same_model = K3Config.load_with_form(directory) == (config, experts)
+        same_model = configuration(directory) == (config, experts)
     except ConfigError:
         same_model = False
-    return write_shards(directory, ordered, source.read, shard_bytes, describe=lambda: config.save(directory, experts), same_model=same_model)
+    return write_shards(directory, ordered, source.read, shard_bytes, describe=lambda: save_configuration(config, directory, experts), same_model=same_model)
 
 
 def _place(name: str) -> list[int | str]:

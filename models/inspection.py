@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from driftline.models.architectures import AnyConfig
 from driftline.models.config import K3Config
 from driftline.models.quantisation import Quantisation
 from driftline.models.recoding import EXPERT
-from driftline.models.shards import Layout
 from driftline.models.stored import Stored
 
 __all__ = ["Attention", "FeedForward", "File", "Inspection", "Part", "inspect_checkpoint"]
@@ -27,6 +27,7 @@ MXFP4 = "MXFP4"
 class Attention(Enum):
     KDA = "KDA"
     MLA = "MLA"
+    GQA = "GQA"
 
 
 class FeedForward(Enum):
@@ -65,10 +66,11 @@ class File:
 
 @dataclass(frozen=True)
 class Inspection:
-    """parts: what lies around the layers, then the layers. `prefix`: what stands before the names of the text model's body, `model.` where nothing does."""
+    """place: the directory or .gguf file; parts: what lies around the layers, then the layers. `prefix`: what stands before the names of the text model's body,
+    `model.` where nothing does."""
 
-    directory: Path
-    config: K3Config
+    place: Path
+    config: AnyConfig
     experts: Quantisation
     prefix: str
     files: tuple[File, ...]
@@ -92,36 +94,39 @@ class Inspection:
         return sum(self.nbytes.values())
 
 
-def inspect_checkpoint(directory: Path) -> Inspection:
-    """Reads config.json, the index and headers. Raises ConfigError and IntegrityError for what `load_checkpoint` would refuse by name, dtype or shape."""
-    stored = Stored.open(directory)
-    config = stored.config
-    by_layer: dict[int | None, dict[str, Layout]] = {None: {}, **{i: {} for i in range(config.num_hidden_layers)}}
-    for name, layout in stored.layouts.items():
+def inspect_checkpoint(place: Path) -> Inspection:
+    """Of a directory or a .gguf file. Reads config.json, the index and headers. Raises ConfigError and IntegrityError for what `load_checkpoint` would refuse by
+    name, dtype or shape."""
+    stored = Stored.open(place)
+    by_layer: dict[int | None, list[str]] = {None: [], **{i: [] for i in range(stored.config.num_hidden_layers)}}
+    for name in stored.layouts:
         found = _LAYER.match(name)
-        by_layer[int(found[1]) if found else None][name] = layout
+        by_layer[int(found[1]) if found else None].append(name)
     counts = Counter(stored.file_of(name) for name in stored.layouts)
-    files = tuple(File(name, (directory / name).stat().st_size, count) for name, count in sorted(counts.items()))
-    parts = tuple(_part(config, layer, layouts) for layer, layouts in by_layer.items())
-    stored.shards.close()
-    return Inspection(directory, config, stored.experts, stored.naming.body, files, parts, len(stored.layouts))
+    files = tuple(File(name, (stored.source.directory / name).stat().st_size, count) for name, count in sorted(counts.items()))
+    parts = tuple(_part(stored, layer, names) for layer, names in by_layer.items())
+    stored.source.close()
+    return Inspection(place, stored.config, stored.experts, stored.naming.body, files, parts, len(stored.layouts))
 
 
-def _part(config: K3Config, layer: int | None, layouts: Mapping[str, Layout]) -> Part:
-    parameters = routed = 0
+def _part(stored: Stored, layer: int | None, names: Iterable[str]) -> Part:
+    config = stored.config
+    parameters = routed = looked_up = 0
     nbytes: Counter[str] = Counter()
-    for name, (dtype, shape, dtype_name) in layouts.items():
+    for name in names:
         expert = EXPERT.match(name)
         packing = (expert["part"] if expert else None) or ""
-        size = math.prod(shape)
-        nbytes[MXFP4 if packing else dtype_name] += size * (dtype.itemsize if dtype is not None else 0)
+        size = math.prod(stored.layouts[name].shape)
+        nbytes[MXFP4 if packing else stored.layouts[name].dtype_name] += stored.nbytes(name)
         weights = {"": size, "_packed": 2 * size, "_scale": 0}[packing]
         parameters += weights
         routed += weights if expert else 0
-    idle = routed - routed * config.num_experts_per_token // config.num_experts
+        looked_up += size if name == _EMBEDDING and not config.tie_word_embeddings else 0
     if layer is None:
-        looked_up = _EMBEDDING in layouts and not config.tie_word_embeddings
-        return Part(None, None, None, parameters, parameters - (math.prod(layouts[_EMBEDDING].shape) if looked_up else 0), dict(nbytes))
+        return Part(None, None, None, parameters, parameters - looked_up, dict(nbytes))
+    if not isinstance(config, K3Config):
+        return Part(layer, Attention.GQA, FeedForward.DENSE, parameters, parameters, dict(nbytes))
+    idle = routed - routed * config.num_experts_per_token // config.num_experts
     attention = Attention.KDA if config.is_kda(layer) else Attention.MLA
     feed_forward = FeedForward.MOE if config.is_moe(layer) else FeedForward.DENSE
     return Part(layer, attention, feed_forward, parameters, parameters - idle, dict(nbytes))

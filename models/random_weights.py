@@ -13,14 +13,14 @@ from pathlib import Path
 import torch
 
 from driftline.messages.errors import ConfigError
+from driftline.models.architectures import AnyConfig, skeleton
 from driftline.models.assembly import assembled
+from driftline.models.causal_lm import CausalLM
 from driftline.models.checkpoint import write_checkpoint
-from driftline.models.config import K3Config
-from driftline.models.model import K3ForCausalLM
 from driftline.models.quantisation import Quantisation
 from driftline.models.recoding import Recoded, recoded_shapes
 from driftline.models.shard_files import SHARD_BYTES, Shape
-from driftline.models.stored import public_shapes, skeleton
+from driftline.models.stored import public_shapes
 
 __all__ = ["RandomTensors", "make_checkpoint", "random_model"]
 
@@ -28,9 +28,9 @@ _ZERO = ("_res_proj.weight", "A_log", "e_score_correction_bias")
 
 
 class RandomTensors:
-    """Values of a fresh model, as `K3ForCausalLM.reset_parameters` gives them, by public name."""
+    """Values of a fresh model, as a model's `reset_parameters` gives them, by public name."""
 
-    def __init__(self, config: K3Config, shapes: dict[str, Shape], seed: int, device: torch.device | str = "cpu") -> None:
+    def __init__(self, config: AnyConfig, shapes: dict[str, Shape], seed: int, device: torch.device | str = "cpu") -> None:
         self._config, self._shapes, self._seed, self._device = config, shapes, seed, torch.device(device)
 
     def read(self, name: str) -> torch.Tensor:
@@ -55,7 +55,7 @@ class RandomTensors:
 
 
 def make_checkpoint(
-    config: K3Config, directory: Path, *, seed: int = 0, experts: Quantisation = Quantisation.NONE, shard_bytes: int = SHARD_BYTES,
+    config: AnyConfig, directory: Path, *, seed: int = 0, experts: Quantisation = Quantisation.NONE, shard_bytes: int = SHARD_BYTES,
     device: torch.device | str = "cpu",
 ) -> list[Path]:
     """Write a random bfloat16 checkpoint of `config` into a directory that holds none, its routed experts in form `experts`. Returns the files of tensors.
@@ -70,8 +70,8 @@ def make_checkpoint(
 
 
 def random_model(
-    config: K3Config, *, seed: int = 0, experts: Quantisation = Quantisation.NONE, dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cpu",
-) -> K3ForCausalLM:
+    config: AnyConfig, *, seed: int = 0, experts: Quantisation = Quantisation.NONE, dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cpu",
+) -> CausalLM:
     """What `load_checkpoint(dtype=dtype, device=device)` gives of what `make_checkpoint` writes, without the files. Raises ConfigError when the experts cannot
     be packed."""
     plain = public_shapes(skeleton(config, Quantisation.NONE))

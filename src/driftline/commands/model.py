@@ -1,4 +1,4 @@
-"""`driftline model`: checkpoints in the layout of K3's release. `make` writes a random one of any size, `inspect` says what one holds.
+"""`driftline model`: checkpoints under their family's public names. `make` writes a random K3 of any size, `inspect` says what a checkpoint of any family holds.
 
 Exit codes: 0 done; 1 the checkpoint does not fit its config.json; 2 used wrongly, or not a checkpoint.
 """
@@ -32,7 +32,7 @@ class Packing(StrEnum):
 
 def register(app: typer.Typer) -> None:
     """Add the commands to `app`."""
-    model = typer.Typer(no_args_is_help=True, help="Checkpoints in K3's public layout: make a random one, look into one.")
+    model = typer.Typer(no_args_is_help=True, help="Checkpoints under public names: make a random one, look into one.")
     for command in (make, inspect):
         model.command(command.__name__)(command)
     app.add_typer(model, name="model")
@@ -87,24 +87,35 @@ def make(
     _show(inspect_checkpoint(out), as_json)
 
 
-def inspect(directory: Annotated[Path, typer.Argument(metavar="DIR", help="config.json and *.safetensors.")], as_json: AsJson = False) -> None:
+def inspect(
+    place: Annotated[Path, typer.Argument(metavar="DIR", help="With config.json and *.safetensors; or a .gguf file.")], as_json: AsJson = False,
+) -> None:
     """Print a checkpoint's layers, parameters, bytes and quantisation. Only headers are read, and each is held to config.json."""
     from driftline.models.inspection import inspect_checkpoint
+    from driftline.models.locate import GGUF
 
-    if not directory.is_dir():
-        raise ConfigError("no such directory", field="DIR", value=str(directory), remedy="give one with config.json and *.safetensors")
-    _show(inspect_checkpoint(directory), as_json)
+    if not place.is_dir() and not (place.suffix == GGUF and place.is_file()):
+        raise ConfigError("no such directory", field="DIR", value=str(place), remedy=f"give one with config.json and *.safetensors, or a {GGUF} file")
+    _show(inspect_checkpoint(place), as_json)
 
 
 def _show(found: Inspection, as_json: bool) -> None:
+    from driftline.models.dense.config import DenseConfig
+    from driftline.models.locate import GGUF
+
     if as_json:
         emit(_document(found))
         return
     config = found.config
-    table(str(found.directory), [("", "left"), ("", "left")], [
+    experts = "" if isinstance(config, DenseConfig) else (
+        f"{config.num_experts}, {config.num_experts_per_token} a token, {config.num_shared_experts} shared; latent {config.routed_expert_hidden_size}")
+    forms = "routed experts in MXFP4, groups of 32" if found.experts.value == "mxfp4" else (
+        "read as float32" if found.place.suffix == GGUF else "none")
+    table(str(found.place), [("", "left"), ("", "left")], [
+        ["model", str(config.model_type)],
         ["layers", f"{config.num_hidden_layers}, hidden {config.hidden_size}, vocabulary {config.vocab_size}"],
-        ["experts", f"{config.num_experts}, {config.num_experts_per_token} a token, {config.num_shared_experts} shared; latent {config.routed_expert_hidden_size}"],
-        ["quantisation", "routed experts in MXFP4, groups of 32" if found.experts.value == "mxfp4" else "none"],
+        *([["experts", experts]] if experts else []),
+        ["quantisation", forms],
         ["names", f"{found.prefix}..." if found.prefix != "model." else "as released"],
         ["parameters", f"{found.parameters:,}, {found.active:,} active in a token"],
         ["tensors", f"{found.tensors:,}, {size(found.total_bytes)} ({_by_dtype(found.nbytes)})"],
@@ -126,7 +137,7 @@ def _by_dtype(nbytes: Any) -> str:
 
 def _document(found: Inspection) -> dict[str, Any]:
     return {
-        "directory": str(found.directory), "quantisation": found.experts.value, "prefix": found.prefix, "parameters": found.parameters, "active": found.active,
+        "directory": str(found.place), "quantisation": found.experts.value, "prefix": found.prefix, "parameters": found.parameters, "active": found.active,
         "bytes": found.total_bytes, "bytes_by_dtype": dict(found.nbytes), "tensors": found.tensors, "config": found.config.model_dump(mode="json"),
         "files": [{"name": file.name, "bytes": file.nbytes, "tensors": file.tensors} for file in found.files],
         "around": next(_entry(part) for part in found.parts if part.layer is None),

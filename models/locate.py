@@ -1,0 +1,28 @@
+"""Where a starting policy lies: every service, and the tokenizer beside it, finds the same files by the same words.
+
+`base` is the policy shipped with the package; `package:NAME` the one .gguf file of an installed Python package; anything else a directory or a .gguf file.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from driftline.messages.errors import ConfigError
+from driftline.models.gguf.installed import installed_gguf
+
+__all__ = ["BASE", "GGUF", "located"]
+
+BASE = "base"
+GGUF = ".gguf"
+_PACKAGE = "package:"
+
+
+def located(init: str) -> Path:
+    """The checkpoint directory, or the .gguf file. Raises ConfigError when there is none."""
+    if init.startswith(_PACKAGE):
+        return installed_gguf(init.removeprefix(_PACKAGE))
+    path = Path(__file__).parent / BASE if init == BASE else Path(init)
+    if not path.is_dir() and not (path.suffix == GGUF and path.is_file()):
+        raise ConfigError("no such checkpoint directory", field="policy.init", value=init,
+                          remedy=f'use "{BASE}", a directory with config.json and model.safetensors, a {GGUF} file, or "{_PACKAGE}NAME" of a package with one')
+    return path
