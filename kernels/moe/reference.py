@@ -6,14 +6,17 @@ of its id list, so a recorded list replays to the same rounding.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch.autograd.function import once_differentiable
 
 from driftline.kernels.moe.activations import Activations, rounded
 from driftline.kernels.mxfp4.reference import dequantised
-from driftline.kernels.mxfp4.weights import ExpertWeight
+from driftline.kernels.mxfp4.weights import ExpertWeight, Fp8Weight, Mxfp4Weight
 from driftline.kernels.situ_glu import situ_glu
 
-__all__ = ["expert_mlp", "route"]
+__all__ = ["expert_mlp", "products", "route"]
 
 
 def route(
@@ -38,6 +41,47 @@ def _straight_through(x: torch.Tensor, activations: Activations) -> torch.Tensor
     return rounded(x.detach(), activations) + (x - x.detach())
 
 
+class _Unpacking(torch.autograd.Function):
+    """`products` of packed weights: one expert is unpacked at a time, and again for the gradient, so that neither holds a stack unpacked."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, kind: type[Mxfp4Weight] | type[Fp8Weight], *parts: torch.Tensor) -> torch.Tensor:
+        ctx.kind = kind
+        ctx.save_for_backward(*parts)
+        return _each(rows, kind(*parts), transposed=True)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _each(grad, ctx.kind(*ctx.saved_tensors), transposed=False), None, *(None for _ in ctx.saved_tensors)
+
+
+def _each(rows: torch.Tensor, weight: Mxfp4Weight | Fp8Weight, *, transposed: bool) -> torch.Tensor:
+    """rows [E, T, ..] times each matrix or its transpose; rows of one expert [T, ..] by the plain product that an unpacked matrix would take."""
+    if rows.ndim == 2:
+        matrix = dequantised(weight, rows.dtype)[0]
+        return rows @ (matrix.t() if transposed else matrix)
+    out = rows.new_empty(*rows.shape[:2], weight.shape[1 if transposed else 2])
+    for e in range(rows.shape[0]):
+        matrix = dequantised(_of(weight, e), rows.dtype)
+        out[e : e + 1] = rows[e : e + 1] @ (matrix.mT if transposed else matrix)
+    return out
+
+
+def _of(weight: Mxfp4Weight | Fp8Weight, expert: int) -> Mxfp4Weight | Fp8Weight:
+    """That one matrix, a stack of one."""
+    return type(weight)(*(part[expert : expert + 1] for part in weight))
+
+
+def products(rows: torch.Tensor, weight: ExpertWeight) -> torch.Tensor:
+    """rows [E, T, K] and E matrices [N, K] in any form to [E, T, N], each expert's rows times its matrix; or the rows [T, K] of a stack's only matrix to
+    [T, N]. Differentiable in rows, and in weights that are a tensor. Packed weights give the bits of unpacked ones, in forward and backward."""
+    if isinstance(weight, torch.Tensor):
+        return rows @ weight.mT if rows.ndim == 3 else rows @ weight[0].t()
+    out: torch.Tensor = _Unpacking.apply(rows, type(weight), *weight)  # type: ignore[no-untyped-call]
+    return out
+
+
 def expert_mlp(
     z: torch.Tensor,
     ids: torch.Tensor,
@@ -53,14 +97,14 @@ def expert_mlp(
     """z [N, Z]; ids, gates [N, k]; w1, w3 [E, I, Z], w2 [E, Z, I]. Returns [N, Z]: the gated sum over each token's experts, in slot order.
 
     Two schedules of the same sums, chosen by shape alone: all experts as one batched product when there are few tokens (decode is bound by
-    launches, not arithmetic), otherwise rows sorted by expert and one product per expert. Packed weights are unpacked whole. An id outside 0..E-1 adds
-    nothing.
+    launches, not arithmetic), otherwise rows sorted by expert and one product per expert. Packed weights are unpacked an expert at a time. An id outside
+    0..E-1 adds nothing.
     """
     tokens, top_k = ids.shape
     experts = w1.shape[0]
     wide = torch.promote_types(z.dtype, torch.float32)
     rows_of_z = _straight_through(z, activations)
-    w1, w3, w2 = (dequantised(w, z.dtype).to(rows_of_z.dtype) for w in (w1, w3, w2))
+    w1, w3, w2 = (w.to(rows_of_z.dtype) if isinstance(w, torch.Tensor) else w for w in (w1, w3, w2))
     exists = (ids >= 0) & (ids < experts)
     ids, gates = torch.where(exists, ids, 0), torch.where(exists, gates, 0)
 
@@ -69,7 +113,7 @@ def expert_mlp(
 
     if tokens <= 8 * experts:
         every = rows_of_z.expand(experts, -1, -1)
-        outs = (hidden(every @ w1.mT, every @ w3.mT) @ w2.mT).transpose(0, 1)
+        outs = products(hidden(products(every, w1), products(every, w3)), w2).transpose(0, 1)
         picked = outs.gather(1, ids[..., None].expand(-1, -1, z.shape[1]))
     else:
         order = torch.argsort(ids.reshape(-1), stable=True)
@@ -78,7 +122,8 @@ def expert_mlp(
         parts = []
         for e, part in enumerate(torch.split(rows, counts)):
             if part.shape[0]:
-                parts.append(hidden(part @ w1[e].t(), part @ w3[e].t()) @ w2[e].t())
+                first, third, second = (w[e : e + 1] if isinstance(w, torch.Tensor) else _of(w, e) for w in (w1, w3, w2))
+                parts.append(products(hidden(products(part, first), products(part, third)), second))
         back = torch.empty_like(order)
         back[order] = torch.arange(order.numel(), device=order.device)
         picked = torch.cat(parts).index_select(0, back).view(tokens, top_k, -1)

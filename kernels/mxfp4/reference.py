@@ -22,6 +22,9 @@ LARGEST_SCALE = 128
 FP8_SPAN = 14
 """A group whose scale is at most 2^14 below the largest of its 128 fits E4M3 beside it: 0.5 * 2^-14 * 2^6 = 2^-9, the least subnormal."""
 
+_PIECE = 1 << 20
+"""Elements that are unpacked at a time, by way of 8-byte codes and values."""
+
 _LIFT = 6
 """6 * 2^6 = 384, the largest product that still fits E4M3's 448."""
 
@@ -55,13 +58,15 @@ def _codes(packed: torch.Tensor) -> torch.Tensor:
 
 def unpack(packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """packed uint8 [.., N, K / 2], scale uint8 [.., N, K / 32] to [.., N, K] of `dtype`; exact in bfloat16 and wider within their exponents.
-    Scale 255 makes NaN. Raises ValueError."""
+    Scale 255 makes NaN. Beside the result it needs the memory of a few rows, whatever the stack's size. Raises ValueError."""
     check(packed, scale)
     table = torch.tensor([*MAGNITUDES, *(-m for m in MAGNITUDES)], dtype=torch.float64, device=packed.device)
-    factor = torch.exp2(scale.double() - 127)
-    factor = torch.where(scale == 255, torch.nan, factor)
-    groups = grouped(table[_codes(packed)], GROUP)
-    return (groups * factor[..., None]).flatten(-2).to(dtype)
+    out = torch.empty(*packed.shape[:-1], packed.shape[-1] * 2, dtype=dtype, device=packed.device)
+    rows = max(1, _PIECE // max(1, out.shape[-1]))
+    for codes, exponents, values in zip(*(torch.split(t.flatten(0, -2), rows) for t in (packed, scale, out)), strict=True):
+        factor = torch.where(exponents == 255, torch.nan, torch.exp2(exponents.double() - 127))
+        values.copy_((grouped(table[_codes(codes)], GROUP) * factor[..., None]).flatten(-2))
+    return out
 
 
 def pack(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
