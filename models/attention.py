@@ -11,6 +11,7 @@ import math
 import torch
 from torch import nn
 
+from driftline.kernels.fixed import sigmoid
 from driftline.kernels.gated_norm import gated_norm
 from driftline.kernels.kda import PADDING, kda
 from driftline.kernels.rmsnorm import rmsnorm
@@ -148,5 +149,5 @@ class MlaAttention(nn.Module):
             o = attend(q, rows, heads, columns)
         o = o.reshape(batch, steps, self.heads * self.v_dim)
         if self.gated:
-            o = o * torch.sigmoid(self.g_proj(x))
+            o = o * sigmoid(self.g_proj(x))
         return self.o_proj(o), MlaRows(rows)

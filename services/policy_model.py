@@ -1,28 +1,44 @@
-"""The model a service computes with: built from the run's starting checkpoint, so every service has the same shape and adapters."""
+"""The model a service computes with: built from the run's starting checkpoint, so every service has the same shape and adapters, and computes in the same way."""
 
 from __future__ import annotations
 
 import torch
 
-from driftline.models.checkpoint import load_checkpoint
+from driftline.kernels.mode import Numerics, set_numerics
+from driftline.models.causal_lm import CausalLM
+from driftline.models.families import open_model
 from driftline.models.lora import add_lora
-from driftline.models.model import K3ForCausalLM
-from driftline.services.config import Config
+from driftline.models.quantisation import Quantisation
+from driftline.services.config import Compute, Config, ExpertsForm
 
-__all__ = ["build_model", "policy_torch_dtype"]
+__all__ = ["build_model", "compute_dtype", "policy_torch_dtype"]
+
+_EXPERTS = {ExpertsForm.KEEP: None, ExpertsForm.UNPACK: Quantisation.NONE, ExpertsForm.PACK: Quantisation.MXFP4}
 
 
 def policy_torch_dtype(config: Config) -> torch.dtype:
     return {"bfloat16": torch.bfloat16, "float32": torch.float32}[config.policy.dtype]
 
 
-def build_model(config: Config, *, device: str, threads: int) -> K3ForCausalLM:
-    """The starting checkpoint's model in fp32 on `device`, with the run's LoRA adapters if it trains any.
+def compute_dtype(config: Config, device: str) -> torch.dtype:
+    """What parameters are held and multiplied in on `device`: the policy's dtype, or float32 of the same values. What the release keeps in float32 always is."""
+    match config.policy.compute:
+        case Compute.POLICY:
+            return policy_torch_dtype(config)
+        case Compute.FLOAT32:
+            return torch.float32
+        case Compute.AUTO:
+            return policy_torch_dtype(config) if device.startswith("cuda") else torch.float32
+
+
+def build_model(config: Config, *, device: str, threads: int) -> CausalLM:
+    """The starting checkpoint's model on `device`, in the dtype of `compute_dtype`, with the run's LoRA adapters if it trains any. Sets the process's numerics.
 
     The adapters' random half is drawn from the run's seed: version 0 is the same wherever it is built.
     """
     torch.set_num_threads(threads)
-    model = load_checkpoint(config.policy.init)
+    set_numerics(Numerics(config.run.numerics.value))
+    model = open_model(config.policy.init, dtype=compute_dtype(config, device), experts=_EXPERTS[config.policy.experts], device=device)
     if config.learner.lora_rank:
         torch.manual_seed(config.run.seed)
         add_lora(model, config.learner.lora_rank, config.learner.lora_alpha, config.learner.lora_targets)

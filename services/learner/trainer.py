@@ -1,9 +1,9 @@
 """The trainer: one optimizer step from one batch, and the policy that comes out of it.
 
 Guarantees: the forward computes with exactly the weights that are published (fp32 masters are rounded to the policy's dtype once, after the step, and
-start as the rounded policy of version 0, so that what was published is all a replay needs); a batch's
-loss and gradient do not depend on how it is cut into micro-batches; a prompt shared by a group is computed once. A step whose gradient is not finite changes
-nothing and is counted.
+start as the rounded policy of version 0, so that what was published is all a replay needs), whether the model holds them in that dtype or in fp32; masters, their
+gradients and moments are fp32 beside the parameters and only of what is trained; a batch's loss and gradient do not depend on how it is cut into micro-batches,
+beyond rounding; a prompt shared by a group is computed once. A step whose gradient is not finite changes nothing and is counted; so does one that is not allowed.
 
 Shapes: G groups in a micro-batch, M members of them, P the longest prompt, R the longest completion, N action tokens.
 """
@@ -12,14 +12,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 
 from driftline.messages.errors import IntegrityError
-from driftline.models.model import K3ForCausalLM
+from driftline.models.causal_lm import CausalLM
+from driftline.models.flips import Flips
+from driftline.models.recompute import Recompute
+from driftline.models.routes import counting_flips
 from driftline.models.state import (
     export_state,
     exported,
@@ -35,21 +39,38 @@ from driftline.services.learner.advantage import Estimator, group_advantages
 from driftline.services.learner.assembler import Batch
 from driftline.services.learner.correction import CorrectionConfig, correct
 from driftline.services.learner.device_delta import DeviceDelta, ShardContent, Source, Started
-from driftline.services.learner.drift_metrics import drift_by_lag, lags
+from driftline.services.learner.drift_metrics import Lags, drift_by_lag, lags
+from driftline.services.learner.gradients import summed_into
+from driftline.services.learner.micro_batches import MicroBatch, by_groups, by_tokens
 from driftline.services.learner.objective import Denominators, ObjectiveConfig, Tally, loss
 from driftline.services.learner.shared_prompts import FlatTokens, forward_groups
+from driftline.services.learner.watch import StepDrift
 from driftline.services.tensors import host_layout
 
-__all__ = ["Emit", "Emitted", "StepReport", "Trainer"]
+__all__ = ["Allow", "Emit", "Emitted", "StepReport", "Trainer"]
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """Numbers of one step, under the names that metrics and the summary use."""
+    """Numbers of one step, under the names that metrics and the summary use; `drift`: how far the learner was from the rollout before it. `halted`: the step
+    was not allowed, and changed nothing."""
 
     values: Mapping[str, float]
     lag_histogram: tuple[float, ...]
+    drift: StepDrift
+    halted: bool = False
 
+
+class _Measured(NamedTuple):
+    """Of all action tokens of a batch: what the passes say before the optimizer is asked."""
+
+    drift: StepDrift
+    ages: Lags
+    entropy: float
+    tokens: int
+
+
+Allow: TypeAlias = Callable[[StepDrift], bool]
 
 Emitted: TypeAlias = torch.Tensor | Sequence[ShardContent]
 """A tensor of the new policy: a CPU copy, or per shard what changed."""
@@ -61,8 +82,10 @@ CHUNK_ELEMENTS = 1 << 24
 
 
 class Trainer:
-    def __init__(self, model: K3ForCausalLM, config: LearnerConfig, *, dtype: torch.dtype = torch.bfloat16) -> None:
-        self.model, self.config, self.dtype = model, config, dtype
+    def __init__(self, model: CausalLM, config: LearnerConfig, *, dtype: torch.dtype = torch.bfloat16, count_flips: bool = False) -> None:
+        """`model`: its parameters in `dtype`, the policy's, or in fp32. `count_flips`: compare the routers' own choices with the replayed ones."""
+        self.model, self.config, self.dtype, self._count_flips = model, config, dtype, count_flips
+        model.recompute = Recompute(config.recompute.value)
         self.device = next(model.parameters()).device
         self.names = [n for n, p in model.named_parameters() if p.requires_grad]
         self.parameters = [p for p in model.parameters() if p.requires_grad]
@@ -101,37 +124,50 @@ class Trainer:
                 master.copy_(parameter)
         self.optimizer.state.clear()
 
-    def step(self, batch: Batch, emit: Emit | None = None) -> StepReport:
+    def step(self, batch: Batch, emit: Emit | None = None, *, allow: Allow | None = None) -> StepReport:
         """One optimizer step. `batch.head` is the version whose weights the model holds. `emit` is handed every tensor of the new
         policy, under its public name, as soon as the optimizer has made it: a CPU copy in the policy's dtype, or what changed
-        against the policy before the step. Nothing when the step is refused."""
+        against the policy before the step. Nothing when the step is refused, or when `allow`, asked once before the optimizer, says no."""
         started = time.perf_counter()
         advantages, rewards = self._advantages(batch)
         masks = [t.action_mask for t in batch.trajectories]
         denominators = Denominators(len(masks), int(sum(m.sum() for m in masks)))
-        for parameter in self.parameters:
-            parameter.grad = None
         tally: Tally | None = None
-        total, parts = 0.0, []
-        first = 0
-        for start in range(0, len(batch.groups), self.config.micro_batch_groups):
-            groups = batch.groups[start : start + self.config.micro_batch_groups]
-            flat = forward_groups(self.model, groups, first, replay=self.config.router_replay)
-            first += sum(len(g.members) for g in groups)
-            prox, keep, weight = self._correct(flat)
-            # Sequences are numbered over the whole batch, so every micro-batch sees all advantages; absent ones contribute zero.
-            out = loss(
-                self.objective, logp_new=flat.logp, logp_prox=prox, mask=torch.ones_like(keep), advantages=advantages,
-                denominators=denominators, token_keep=keep, token_weight=weight, seq_id=flat.sequence,
-            )
-            out.loss.backward()  # type: ignore[no-untyped-call]
-            total += float(out.loss.detach())
-            tally = out.tally if tally is None else tally + out.tally
-            parts.append(flat)
+        total, parts, flips = 0.0, [], Flips()
+        with summed_into(self.masters, self.parameters):
+            for part in self._micro_batches(batch):
+                with ExitStack() as stack:
+                    count = stack.enter_context(counting_flips()) if self._count_flips else None
+                    flat = self._forward(part)
+                flips += count.total() if count is not None else Flips()
+                prox, keep, weight = self._correct(flat)
+                # Sequences are numbered over the whole batch, so every micro-batch sees all advantages; absent ones contribute zero.
+                out = loss(
+                    self.objective, logp_new=flat.logp, logp_prox=prox, mask=torch.ones_like(keep), advantages=advantages,
+                    denominators=denominators, token_keep=keep, token_weight=weight, seq_id=flat.sequence,
+                )
+                out.loss.backward()  # type: ignore[no-untyped-call]
+                total += float(out.loss.detach())
+                tally = out.tally if tally is None else tally + out.tally
+                parts.append(replace(flat, logp=flat.logp.detach()))
         assert tally is not None
-        # A token-level objective clamps a -inf away, so only the count shows it.
-        norm = self._update(emit) if tally.metrics()["new_non_finite"] == 0 else self._refuse()
-        return self._report(batch, parts, tally, rewards, total, norm, time.perf_counter() - started)
+        measured = self._measured(batch, parts, flips if self._count_flips else None)
+        halted = allow is not None and not allow(measured.drift)
+        if halted:
+            self._drop_gradients()
+            norm = float("nan")
+        else:
+            # A token-level objective clamps a -inf away, so only the count shows it.
+            norm = self._update(emit) if tally.metrics()["new_non_finite"] == 0 else self._refuse()
+        return self._report(batch, measured, tally, rewards, total, norm, time.perf_counter() - started, halted=halted)
+
+    def _micro_batches(self, batch: Batch) -> list[MicroBatch]:
+        if self.config.micro_batch_tokens:
+            return by_tokens(batch.groups, self.config.micro_batch_tokens)
+        return by_groups(batch.groups, self.config.micro_batch_groups)
+
+    def _forward(self, part: MicroBatch) -> FlatTokens:
+        return forward_groups(self.model, part.groups, replay=self.config.router_replay, packed=self.config.micro_batch_tokens > 0, numbers=part.numbers)
 
     def _advantages(self, batch: Batch) -> tuple[torch.Tensor, list[float]]:
         estimator = Estimator.STD if self.config.adv_std else Estimator.MEAN
@@ -153,8 +189,8 @@ class Trainer:
 
     def _update(self, emit: Emit | None) -> float:
         """Clip, step the masters, round into the model. Returns the gradient norm before clipping."""
-        for master, parameter in zip(self.masters, self.parameters, strict=True):
-            master.grad = torch.zeros_like(master) if parameter.grad is None else parameter.grad.float()
+        for master in self.masters:
+            master.grad = torch.zeros_like(master) if master.grad is None else master.grad
         norm = float(torch.nn.utils.clip_grad_norm_(self.masters, self.config.grad_clip))
         if not np.isfinite(norm):
             self._refuse()
@@ -213,25 +249,33 @@ class Trainer:
 
     def _refuse(self) -> float:
         self.skipped += 1
+        self._drop_gradients()
         return float("nan")
 
-    def _report(
-        self, batch: Batch, parts: Sequence[FlatTokens], tally: Tally, rewards: Sequence[float], total: float, norm: float, wall: float
-    ) -> StepReport:
-        learner = np.concatenate([p.logp.detach().cpu().numpy() for p in parts])
+    def _drop_gradients(self) -> None:
+        for master in self.masters:
+            master.grad = None
+
+    def _measured(self, batch: Batch, parts: Sequence[FlatTokens], flips: Flips | None) -> _Measured:
+        learner = np.concatenate([p.logp.cpu().numpy() for p in parts])
         behave = np.concatenate([p.behave.cpu().numpy() for p in parts])
         versions = np.concatenate([p.versions for p in parts])
         sequence = np.concatenate([p.sequence.cpu().numpy() for p in parts])
         mask = np.ones(len(learner), dtype=bool)
         report = drift_by_lag(learner, behave, mask, versions, batch.head)
-        ages = lags(mask, versions, sequence, batch.head)
-        counts = tally.metrics()
+        entropy = float(torch.cat([p.entropy for p in parts]).mean())
+        return _Measured(StepDrift(report, flips), lags(mask, versions, sequence, batch.head), entropy, len(learner))
+
+    def _report(
+        self, batch: Batch, measured: _Measured, tally: Tally, rewards: Sequence[float], total: float, norm: float, wall: float, *, halted: bool
+    ) -> StepReport:
+        report, ages, counts = measured.drift.drift, measured.ages, tally.metrics()
         values = {
             "reward_train": float(np.mean(rewards)), "loss": total, "grad_norm": norm, "skipped": float(self.skipped),
-            "entropy": float(torch.cat([p.entropy for p in parts]).mean()), "k3": report.all.k3, "extreme": report.all.extreme,
+            "entropy": measured.entropy, "k3": report.all.k3, "extreme": report.all.extreme,
             "ess": counts["ess"], "clip_fraction": counts["clip"], "clip_high": counts["clip_high"], "clip_low": counts["clip_low"],
             "dual_clip": counts["dual_clip"], "masked": counts["masked"], "ratio_mean": counts["ratio_mean"],
-            "lag_max": float(ages.oldest_max), "lag_mean": ages.token_mean, "tokens_trained": float(len(learner)),
+            "lag_max": float(ages.oldest_max), "lag_mean": ages.token_mean, "tokens_trained": float(measured.tokens),
             "sequences_trained": float(len(rewards)), "groups_trained": float(len(batch.groups)),
             "length_mean": counts["length_mean"], "train_s": wall,
         }
@@ -240,8 +284,11 @@ class Trainer:
                 "k3_lag0": report.numerics.k3, "bitwise_equal": report.numerics.bitwise_equal, "tokens_lag0": float(report.numerics.tokens),
                 "max_abs_lag0": report.numerics.max_abs,
             }
+        flips = measured.drift.flips
+        if flips is not None:
+            values |= {"flips": flips.share, "flips_ordered": flips.ordered_share, "flip_rows": float(flips.rows)}
         histogram = tuple(float(ages.oldest.get(lag, 0)) for lag in range(max(ages.oldest, default=0) + 1))
-        return StepReport(values, histogram)
+        return StepReport(values, histogram, measured.drift, halted)
 
     def adopt(self, state: Mapping[str, torch.Tensor]) -> int:
         """Make the policy exactly `state`, keeping masters that round to it and all moments. Returns how many elements differed."""
