@@ -29,6 +29,7 @@ from driftline.services.learner_config import (
     Objective,
     Proximal,
     Recompute,
+    WatchConfig,
 )
 from driftline.services.policy_config import (
     Compute,
@@ -55,6 +56,7 @@ __all__ = [
     "Recompute",
     "Sandbox",
     "StalePolicy",
+    "WatchConfig",
     "in_flight_members",
     "load",
     "resolve",
@@ -262,6 +264,7 @@ class Config(BaseModel):
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     grader: GraderConfig = Field(default_factory=GraderConfig)
     learner: LearnerConfig = Field(default_factory=LearnerConfig)
+    watch: WatchConfig = Field(default_factory=WatchConfig)
     evaluator: EvaluatorConfig = Field(default_factory=EvaluatorConfig)
     policy_store: PolicyStoreConfig = Field(default_factory=PolicyStoreConfig)
     relay: RelayConfig = Field(default_factory=RelayConfig)
@@ -283,6 +286,8 @@ class Config(BaseModel):
                 "member is always zero and no version would ever be produced",
                 "use at least 2",
             )
+        if self.watch.count_flips and not learner.router_replay:
+            raise clash("watch.count_flips", True, "no routes are recorded to compare with", "set learner.router_replay = true")
         if run.deadline_policy is DeadlinePolicy.TRAIN_PARTIAL and run.partial_min_members > run.group_size:
             raise clash(
                 "run.partial_min_members", run.partial_min_members, f"a group has run.group_size = {run.group_size} members",

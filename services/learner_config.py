@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from driftline.messages.subjects import MIB
 from driftline.services.policy_config import Device, Section, clash
 
-__all__ = ["GROUP_RELATIVE", "LearnerConfig", "Objective", "Proximal", "Recompute"]
+__all__ = ["GROUP_RELATIVE", "LearnerConfig", "Objective", "Proximal", "Recompute", "WatchConfig"]
 
 
 class Objective(StrEnum):
@@ -83,4 +83,36 @@ class LearnerConfig(Section):
     def _icepop_is_an_interval(self) -> Self:
         if self.icepop is not None and not 0 <= self.icepop[0] < self.icepop[1]:
             raise clash("learner.icepop", list(self.icepop), "masks every token", "give [low, high] with 0 <= low < high")
+        return self
+
+
+class WatchConfig(Section):
+    """When learner and rollout are too far apart. Over an `_alarm` level in `in_a_row` judged steps somebody is told, over a `_halt` level the run ends as
+    failed and that batch is not trained on (0: off). numerics, staleness and total are token-averaged k3 in nats; extreme is the share of tokens whose ratio is
+    beyond 2, flips that of router choices that differ from the recorded ones, counted if `count_flips` (it costs a second router product a layer). A step with
+    fewer than `min_tokens` tokens is not judged."""
+
+    numerics_alarm: float = Field(default=2e-3, ge=0)
+    numerics_halt: float = Field(default=0.0, ge=0)
+    staleness_alarm: float = Field(default=0.0, ge=0)
+    staleness_halt: float = Field(default=0.0, ge=0)
+    total_alarm: float = Field(default=0.0, ge=0)
+    total_halt: float = Field(default=0.0, ge=0)
+    extreme_alarm: float = Field(default=0.0, ge=0, le=1)
+    extreme_halt: float = Field(default=0.0, ge=0, le=1)
+    flips_alarm: float = Field(default=0.0, ge=0, le=1)
+    flips_halt: float = Field(default=0.0, ge=0, le=1)
+    in_a_row: int = Field(default=3, ge=1)
+    min_tokens: int = Field(default=128, ge=1)
+    count_flips: bool = False
+
+    @model_validator(mode="after")
+    def _levels_are_in_order(self) -> Self:
+        for signal in ("numerics", "staleness", "total", "extreme", "flips"):
+            alarm, halt = getattr(self, f"{signal}_alarm"), getattr(self, f"{signal}_halt")
+            if 0 < halt < alarm:
+                raise clash(f"watch.{signal}_halt", halt, f"the run would end before the alarm at {alarm:g}",
+                            "give a halt level of at least the alarm's, or turn the alarm off (0)")
+        if (self.flips_alarm or self.flips_halt) and not self.count_flips:
+            raise clash("watch.flips_alarm", self.flips_alarm or self.flips_halt, "flips are not counted", "set watch.count_flips = true")
         return self

@@ -141,6 +141,9 @@ def test_a_policy_of_an_installed_package_is_no_path(tmp_path: Path) -> None:
         ("[run]\nnumerics = 'exact'", "run.numerics", "deterministic"), ("[policy]\ncompute = 'half'", "policy.compute", "float32"),
         ("[policy]\nexperts = 'mxfp4'", "policy.experts", "unpack"), ("[learner]\nrecompute = 'all'", "learner.recompute", "layers"),
         ("[learner]\nmicro_batch_tokens = -1", "learner.micro_batch_tokens", "0"),
+        ("[watch]\nnumerics_halt = 1e-4", "watch.numerics_halt", "at least the alarm"), ("[watch]\nflips_alarm = 0.1", "watch.flips_alarm", "count_flips = true"),
+        ("[watch]\ncount_flips = true", "watch.count_flips", "router_replay = true"), ("[watch]\nextreme_halt = 2", "watch.extreme_halt", "1"),
+        ("[tasks]\nfew_shot = 17", "tasks.few_shot", "16"),
     ],
 )
 def test_how_a_run_computes_is_one_of_few_words(tmp_path: Path, text: str, path: str, allowed: str) -> None:

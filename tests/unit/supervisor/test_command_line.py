@@ -42,7 +42,7 @@ def test_dry_run_prints_every_setting_and_starts_nothing(tmp_path: Path) -> None
     assert done.returncode == 0
     document = tomllib.loads(done.stdout)
     assert document["learner"]["lr"] == 1e-4
-    assert len(document) == 13
+    assert len(document) == 14
     assert not list(tmp_path.iterdir())
 
 
