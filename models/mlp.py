@@ -98,7 +98,7 @@ class LatentMoe(nn.Module):
         self.top_k, self.scaling = config.num_experts_per_token, config.routed_scaling_factor
         self.betas = (config.activation_situ_beta, config.activation_situ_linear_beta)
         self.gate = Gate(config)
-        self.experts: Experts | PackedExperts = Experts(config)
+        self.experts: nn.Module = Experts(config)
         self.routed_expert_down_proj = Linear(hidden, latent)
         self.routed_expert_norm = RMSNorm(latent, config.rms_norm_eps) if config.latent_moe_use_norm else nn.Identity()
         self.routed_expert_up_proj = Linear(latent, hidden)
@@ -111,8 +111,7 @@ class LatentMoe(nn.Module):
         flat = x.reshape(-1, x.shape[-1])
         wanted = None if replay is None else replay.reshape(-1, replay.shape[-1])
         ids, gates = routed(flat, self.gate.weight, self.gate.e_score_correction_bias, self.top_k, self.scaling, wanted)
-        experts = self.experts
-        mixed = expert_mlp(self.routed_expert_down_proj(flat), ids, gates, experts.w1, experts.w3, experts.w2, *self.betas)
+        mixed = self.experts(self.routed_expert_down_proj(flat), ids, gates, *self.betas)
         out = self.routed_expert_up_proj(self.routed_expert_norm(mixed))
         if self.shared_experts is not None:
             out = out + self.shared_experts(flat)

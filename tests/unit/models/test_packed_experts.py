@@ -9,7 +9,7 @@ import torch
 from k3_checkpoint_cases import EXPERTS, packable, packed_checkpoint, rounded_model, same_state, stored
 from model_cases import random_tokens
 
-from driftline.kernels.mxfp4 import Mxfp4Weight
+from driftline.kernels.mxfp4 import Mxfp4Weight, pack, unpack
 from driftline.messages.errors import ConfigError, IntegrityError
 from driftline.models.checkpoint import load_checkpoint, save_checkpoint
 from driftline.models.lora import add_lora, merge_lora
@@ -138,11 +138,19 @@ def test_learner_and_engine_name_the_tensors_of_a_version(directory: Path) -> No
     assert all("lora" in name for name in trainer.names)
 
 
-def test_adapters_go_to_the_other_linears_and_the_experts_stay_packed(directory: Path) -> None:
+def disturbed(model: K3ForCausalLM) -> K3ForCausalLM:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("lora_B"):
+                parameter.normal_(std=0.1)
+    return model
+
+
+def test_targets_without_experts_leave_them_packed_and_plain(directory: Path) -> None:
     model = packed_model(directory)
     tokens = random_tokens(1, 9)
     before = model(tokens).hidden.detach()
-    adapted = add_lora(model, 2)
+    adapted = add_lora(model, 2, targets=r".*proj$")
     assert "model.layers.1.block_sparse_moe.shared_experts.up_proj" in adapted
     assert "model.layers.3.self_attn.kv_b_proj" in adapted
     assert not [name for name in adapted if name.endswith(".experts")]
@@ -151,11 +159,7 @@ def test_adapters_go_to_the_other_linears_and_the_experts_stay_packed(directory:
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     assert {name.rsplit(".", 1)[1] for name in trained} == {"lora_A", "lora_B"}
     assert all(p.grad is not None for name, p in model.named_parameters() if name in trained)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("lora_B"):
-                parameter.normal_(std=0.1)
-    changed = model(tokens).hidden.detach()
+    changed = disturbed(model)(tokens).hidden.detach()
     assert not torch.equal(changed, before)
     merge_lora(model)
     torch.testing.assert_close(model(tokens).hidden, changed, rtol=0, atol=2e-4)
@@ -163,13 +167,52 @@ def test_adapters_go_to_the_other_linears_and_the_experts_stay_packed(directory:
     assert isinstance(model.model.layers[1].block_sparse_moe.experts, PackedExperts)
 
 
-def test_targets_that_are_packed_experts_alone_are_refused_and_freeze_nothing(directory: Path) -> None:
-    model = packed_model(directory)
-    with pytest.raises(ConfigError, match="packed to MXFP4") as refused:
+def test_packed_experts_take_adapters_and_stay_packed_beside_them(directory: Path) -> None:
+    packed, plain, tokens = packed_model(directory), plain_model(directory), random_tokens(2, 13)
+    before = packed(tokens).hidden.detach()
+    for model in (packed, plain):
+        torch.manual_seed(4)
+        assert "model.layers.1.block_sparse_moe.experts" in add_lora(model, 2)
+        assert torch.equal(model(tokens).hidden, before), "B starts at zero"
+        torch.manual_seed(5)
+        disturbed(model)
+    with torch.no_grad():
+        assert not torch.equal(packed(tokens).hidden, before)
+        assert torch.equal(packed(tokens).hidden, plain(tokens).hidden)
+    for model in (packed, plain):
+        model(tokens).hidden.square().sum().backward()
+    grads = {name: p.grad for name, p in plain.named_parameters() if p.requires_grad}
+    assert any(".experts.delta.w2.lora_A" in name for name in grads)
+    for name, parameter in packed.named_parameters():
+        if parameter.requires_grad:
+            assert parameter.grad is not None
+            torch.testing.assert_close(parameter.grad, grads[name], msg=name)
+    state = export_state(packed)
+    assert f"{EXPERTS}.0.w1.weight_packed" in state, "the codes are still part of a version"
+
+
+@torch.no_grad()
+def test_merging_into_packed_experts_packs_again_by_the_released_rule(directory: Path) -> None:
+    packed, plain, tokens = packed_model(directory), plain_model(directory), random_tokens(2, 13)
+    codes = {name: tensor for name, tensor in export_state(packed).items() if name.startswith(EXPERTS)}
+    for model in (packed, plain):
+        torch.manual_seed(4)
         add_lora(model, 2, targets=r".*\.experts$")
-    assert refused.value.field == "learner.lora_targets"
-    assert refused.value.remedy
-    assert model.model.norm.weight.requires_grad
+        for number in (1, 3):
+            torch.manual_seed(number)
+            model.get_parameter(f"model.layers.1.block_sparse_moe.experts.delta.w{number}.lora_B")[2].normal_(std=0.3)
+    adapted = packed(tokens).hidden
+    merged = merge_lora(packed)
+    merge_lora(plain)
+    after = {name: tensor for name, tensor in export_state(packed).items() if name in codes}
+    changed = {name for name in codes if not torch.equal(codes[name], after[name])}
+    assert changed
+    assert all(name.startswith((f"{EXPERTS}.2.w1.", f"{EXPERTS}.2.w3.")) for name in changed), "what no update touches keeps its codes"
+    weight = plain.model.layers[1].block_sparse_moe.experts.w3.detach()
+    found = packed.model.layers[1].block_sparse_moe.experts.w3
+    assert torch.equal(unpack(*found, torch.float32), unpack(*pack(weight), torch.float32))
+    merged.undo()
+    assert torch.equal(packed(tokens).hidden, adapted)
 
 
 def test_a_model_of_unpacked_experts_still_adapts_them(tmp_path: Path) -> None:
@@ -188,5 +231,5 @@ def test_a_run_may_start_from_sharded_and_packed_experts(tmp_path: Path) -> None
     assert not (tmp_path / "model.safetensors").exists()
     assert starting_place(config) == tmp_path
     model = build_model(config, device="cpu", threads=1)
-    assert isinstance(model.model.layers[1].block_sparse_moe.experts, PackedExperts)
+    assert isinstance(model.model.layers[1].block_sparse_moe.experts.base, PackedExperts)
     assert {name.rsplit(".", 1)[1] for name, p in model.named_parameters() if p.requires_grad} == {"lora_A", "lora_B"}
