@@ -2,6 +2,7 @@
 
 A query sees its sequence's cached columns that are valid and the new ones up to itself. `attend` chooses by device, dtype and shape: kernels on a CUDA
 device (pages for a few new tokens without gradients, keys and values written out for more), plain torch elsewhere. Padded queries get something finite.
+In deterministic mode `attend` takes one form for any number of new tokens (`exact_attention`), of which a query's bits do not tell the others apart.
 """
 
 from __future__ import annotations
@@ -10,14 +11,19 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 
 from driftline.kernels.dispatch import runs_triton
 from driftline.kernels.mla_decode import mla_decode
 from driftline.kernels.mla_prefill import mla_prefill
+from driftline.kernels.mode import deterministic
 
-__all__ = ["Columns", "Heads", "absorbed", "attend", "expanded", "paged"]
+if TYPE_CHECKING:
+    from driftline.models.lora.latent import LatentTerm
+
+__all__ = ["PAGE", "Columns", "Heads", "absorbed", "attend", "expanded", "in_pages", "paged"]
 
 PAGE = 64
 LONGEST_WINDOW = 8
@@ -53,23 +59,37 @@ class Columns:
 
 @dataclass(frozen=True)
 class Heads:
-    """up [H, nope + value, rank]: the up-projection of the latents; expand: the same as a layer, latents [..., rank] -> [..., H (nope + value)]."""
+    """up [H, nope + value, rank]: the up-projection of the latents; expand: the same as a layer, latents [..., rank] -> [..., H (nope + value)]. update: what an
+    adapter adds to it, which `up` is then without."""
 
     up: torch.Tensor
     expand: Callable[[torch.Tensor], torch.Tensor]
     nope: int
     scale: float
+    update: LatentTerm | None = None
 
     @property
     def rank(self) -> int:
         return self.up.shape[2]
 
+    @property
+    def uniform(self) -> bool:
+        """Whether `expand` may be applied to any row."""
+        return self.update is None or self.update.uniform
+
 
 def attend(q: torch.Tensor, rows: torch.Tensor, heads: Heads, columns: Columns) -> torch.Tensor:
     """q [B, T, H, nope + shared]; rows [B, N + T, rank + shared], normalised latents and shared keys, the new ones last. Returns [B, T, H, value]."""
+    if deterministic():
+        from driftline.models.exact_attention import attend_exactly
+
+        return attend_exactly(q, rows, heads, columns)
     if q.dtype == torch.bfloat16 and runs_triton(q, rows):
         few = q.shape[1] <= LONGEST_WINDOW and columns.held.shape[1] > 0 and not torch.is_grad_enabled()
-        return paged(q, rows, heads, columns) if few else expanded(q, rows, heads, columns)
+        if few or (not heads.uniform and not torch.is_grad_enabled()):
+            return paged(q, rows, heads, columns)
+        if heads.uniform:
+            return expanded(q, rows, heads, columns)
     return absorbed(q, rows, heads, columns)
 
 
@@ -81,18 +101,25 @@ def absorbed(q: torch.Tensor, rows: torch.Tensor, heads: Heads, columns: Columns
     score = score.to(torch.promote_types(score.dtype, torch.float32)).masked_fill(~columns.mask[:, None], -math.inf)
     p = torch.softmax(score, dim=-1).to(q.dtype)
     o = (p.view(batch, count * steps, -1) @ rows[..., : heads.rank]).view(batch, count, steps, -1)
-    return torch.einsum("bhtr,hvr->bthv", o, heads.up[:, heads.nope :])
+    values = torch.einsum("bhtr,hvr->bthv", o, heads.up[:, heads.nope :])
+    return values if heads.update is None else values + heads.update.values(o.transpose(1, 2))
 
 
 def paged(q: torch.Tensor, rows: torch.Tensor, heads: Heads, columns: Columns) -> torch.Tensor:
     """Absorbed, each row's columns gathered into pages of its own. Not differentiable."""
-    batch, width = columns.order.shape[0], rows.shape[-1]
+    pages, table = in_pages(rows, columns)
+    o = mla_decode(_latent_queries(q, heads), pages, table, columns.counts, latent=heads.rank, scale=heads.scale, max_length=columns.order.shape[1],
+                   out_dtype=_wide(q)).to(q.dtype)
+    values = torch.einsum("bthr,hvr->bthv", o, heads.up[:, heads.nope :])
+    return values if heads.update is None else values + heads.update.values(o)
+
+
+def in_pages(rows: torch.Tensor, columns: Columns) -> tuple[torch.Tensor, torch.Tensor]:
+    """(pages [P, PAGE, rank + shared], table int32 [B, P / B]) of each row's columns in their order, without gaps."""
+    width = rows.shape[-1]
     order = torch.nn.functional.pad(columns.order, (0, -columns.order.shape[1] % PAGE))
     pages = rows.gather(1, order[..., None].expand(-1, -1, width)).view(-1, PAGE, width)
-    table = torch.arange(pages.shape[0], dtype=torch.int32, device=rows.device).view(batch, -1)
-    o = mla_decode(_latent_queries(q, heads), pages, table, columns.counts, latent=heads.rank, scale=heads.scale, max_length=columns.order.shape[1],
-                   out_dtype=_wide(q))
-    return torch.einsum("bthr,hvr->bthv", o.to(q.dtype), heads.up[:, heads.nope :])
+    return pages, torch.arange(pages.shape[0], dtype=torch.int32, device=rows.device).view(columns.order.shape[0], -1)
 
 
 def expanded(q: torch.Tensor, rows: torch.Tensor, heads: Heads, columns: Columns) -> torch.Tensor:
@@ -116,6 +143,8 @@ def expanded(q: torch.Tensor, rows: torch.Tensor, heads: Heads, columns: Columns
 def _latent_queries(q: torch.Tensor, heads: Heads) -> torch.Tensor:
     """[B, T, H, rank + shared]: the key's up-projection taken into the query."""
     latent = torch.einsum("bthn,hnr->bthr", q[..., : heads.nope], heads.up[:, : heads.nope])
+    if heads.update is not None:
+        latent = latent + heads.update.queries(q[..., : heads.nope])
     return torch.cat([latent, q[..., heads.nope :]], dim=-1)
 
 

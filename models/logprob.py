@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import torch
 
+from driftline.kernels.logprob import exact
+from driftline.kernels.mode import deterministic
+
 __all__ = ["scaled_log_softmax", "token_logprobs"]
 
 
@@ -23,7 +26,10 @@ def scaled_log_softmax(logits: torch.Tensor, temperature: torch.Tensor | float) 
 def token_logprobs(
     logits: torch.Tensor, tokens: torch.Tensor, temperature: torch.Tensor | float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(log-probability of each token, entropy of each distribution), both [N] in nats. logits [N, V], tokens [N] int64."""
+    """(log-probability of each token, entropy of each distribution), both [N] in nats. logits [N, V], tokens [N] int64. In deterministic mode a row's bits are
+    its own."""
+    if deterministic():
+        return exact.of_logits(logits, tokens, temperature)
     logp = scaled_log_softmax(logits, temperature)
     picked = logp.gather(-1, tokens[:, None]).squeeze(-1)
     with torch.no_grad():

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from driftline.kernels.attention_residual import reference
+from driftline.kernels.attention_residual import exact, reference
 from driftline.kernels.attention_residual.autograd import (
     MOST_SOURCES,
     Aggregate,
@@ -23,7 +23,8 @@ from driftline.kernels.attention_residual.autograd import (
     kernels_take,
 )
 from driftline.kernels.attention_residual.bank import Bank
-from driftline.kernels.rmsnorm.reference import rmsnorm
+from driftline.kernels.mode import deterministic
+from driftline.kernels.rmsnorm import rmsnorm
 
 __all__ = ["MOST_SOURCES", "Aggregated", "Bank", "OutputNorm", "aggregate", "attention_residual"]
 
@@ -87,7 +88,7 @@ def attention_residual(
         flat = [_flat(s, first.shape[-1]) for s in sources]
         out: torch.Tensor = Separate.apply(query, norm_weight, weight, eps, output_eps, *flat)  # type: ignore[no-untyped-call]
         return out.view(first.shape)
-    mixed = reference.attention_residual(sources, query, norm_weight, eps)
+    mixed = (exact if deterministic() else reference).attention_residual(sources, query, norm_weight, eps)
     return mixed if output_norm is None else rmsnorm(mixed, *output_norm)
 
 

@@ -13,8 +13,9 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from driftline.kernels import dispatch
-from driftline.kernels.attention_residual import reference
+from driftline.kernels.attention_residual import exact, reference
 from driftline.kernels.attention_residual.bank import Storage
+from driftline.kernels.mode import deterministic
 
 __all__ = ["MOST_SOURCES", "Aggregate", "Call", "Separate", "kernels_take"]
 
@@ -53,7 +54,8 @@ class Aggregate(torch.autograd.Function):
 
             mixed, moved = device.forward(bank, prefix, delta, query, norm, call.eps, output, call.output_eps)
         else:
-            mixed, moved = reference.aggregate(list(bank.unbind(1)), prefix, delta, query, norm, call.eps, output, call.output_eps)
+            form = exact if deterministic() else reference
+            mixed, moved = form.aggregate(list(bank.unbind(1)), prefix, delta, query, norm, call.eps, output, call.output_eps)
             mixed = mixed.clone() if mixed is moved else mixed
         ctx.call, ctx.added = call, delta is not None
         ctx.save_for_backward(moved, query, norm, output)

@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 
 from driftline.kernels.dispatch import runs_triton
-from driftline.kernels.linear import reference
+from driftline.kernels.linear import exact, reference
+from driftline.kernels.mode import deterministic
 
 __all__ = ["linear"]
 
@@ -17,12 +18,12 @@ def linear(x: torch.Tensor, weight: torch.Tensor, *, out_dtype: torch.dtype | No
     """`x @ weight.T`: x [..., K], weight [N, K] of one dtype (bf16, fp16, fp32 or, by the reference, fp64) -> [..., N] of `out_dtype`: x's (None) or fp32.
 
     Sums are fp32, over K in order, and rounded once; fp32 operands are multiplied in full, never in TF32. Differentiable once, to both. By the kernels
-    where both tensors are on a CUDA device, else by torch, which promises no more than it says. Raises ValueError for shapes, dtypes or devices that
-    do not go together.
+    where both tensors are on a CUDA device, else by torch, which promises a row's own bits in deterministic mode alone. Raises ValueError for shapes, dtypes
+    or devices that do not go together.
     """
     reference.checked(x, weight, out_dtype)
     if x.dtype == torch.float64 or not runs_triton(x, weight):
-        return reference.linear(x, weight, out_dtype)
+        return exact.linear(x, weight, out_dtype) if deterministic() else reference.linear(x, weight, out_dtype)
     from driftline.kernels.linear.autograd import Linear
 
     flat = x.reshape(-1, x.shape[-1])

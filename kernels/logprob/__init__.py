@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 
 from driftline.kernels.dispatch import runs_triton
-from driftline.kernels.logprob import reference
+from driftline.kernels.logprob import exact, reference
+from driftline.kernels.mode import deterministic
 
 __all__ = ["selected_logprobs"]
 
@@ -28,7 +29,8 @@ def selected_logprobs(
     reference.checked(hidden, weight, ids, temperature)
     scales = temperature if isinstance(temperature, torch.Tensor) else None
     if hidden.dtype == torch.float64 or not runs_triton(hidden, weight, ids, scales):
-        return reference.selected_logprobs(hidden, weight, ids, temperature, round_logits=round_logits)
+        form = exact if deterministic() else reference
+        return form.selected_logprobs(hidden, weight, ids, temperature, round_logits=round_logits)
     from driftline.kernels.logprob.autograd import SelectedLogprobs
 
     inverse = _inverse(temperature, hidden)

@@ -6,15 +6,14 @@ import torch
 
 from driftline.kernels.linear.reference import linear
 
-__all__ = ["checked", "selected_logprobs"]
+__all__ = ["checked", "checked_ids", "selected_logprobs"]
 
 
 def selected_logprobs(
     hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, temperature: torch.Tensor | float = 1.0, *, round_logits: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As the operator. ids outside of [0, V) raise ValueError here."""
-    if ids.numel() and not (0 <= int(ids.min()) <= int(ids.max()) < weight.shape[0]):
-        raise ValueError(f"ids go from {int(ids.min())} to {int(ids.max())}; a token of this vocabulary is from 0 to {weight.shape[0] - 1}")
+    checked_ids(ids, weight.shape[0])
     wide = torch.promote_types(hidden.dtype, torch.float32)
     logits = (linear(hidden, weight) if round_logits else linear(hidden, weight, wide)).to(wide)
     if isinstance(temperature, torch.Tensor):
@@ -25,6 +24,12 @@ def selected_logprobs(
     with torch.no_grad():
         entropy = torch.special.entr(logp.exp()).sum(-1)
     return logp.gather(-1, ids.long()[:, None]).squeeze(-1), entropy
+
+
+def checked_ids(ids: torch.Tensor, vocabulary: int) -> None:
+    """Raise ValueError for an id outside of [0, V)."""
+    if ids.numel() and not (0 <= int(ids.min()) <= int(ids.max()) < vocabulary):
+        raise ValueError(f"ids go from {int(ids.min())} to {int(ids.max())}; a token of this vocabulary is from 0 to {vocabulary - 1}")
 
 
 def checked(hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, temperature: torch.Tensor | float) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from driftline.kernels.moe import forward, reference
+from driftline.kernels.mode import deterministic
+from driftline.kernels.moe import exact, forward, reference
 from driftline.kernels.moe.activations import Activations
 from driftline.kernels.moe.router import route
 from driftline.kernels.mxfp4.weights import ExpertWeight, Fp8Weight, Mxfp4Weight
@@ -36,7 +37,8 @@ def expert_mlp(
     """
     _check(z, ids, gates, w1, w3, w2, activations, microbatch)
     if not forward.takes(z, gates, w1, w3, w2):
-        return reference.expert_mlp(z, ids, gates, w1, w3, w2, beta, linear_beta, activations=activations)
+        form = exact if deterministic() else reference
+        return form.expert_mlp(z, ids, gates, w1, w3, w2, beta, linear_beta, activations=activations)
     for name, weight in (("w1", w1), ("w3", w3), ("w2", w2)):
         parts = (weight,) if isinstance(weight, torch.Tensor) else tuple(weight)
         if not all(part.is_contiguous() and part.data_ptr() % 16 == 0 for part in parts):

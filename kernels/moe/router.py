@@ -14,6 +14,8 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from driftline.kernels.dispatch import runs_triton
+from driftline.kernels.mode import deterministic
+from driftline.kernels.moe import exact
 
 __all__ = ["route"]
 
@@ -67,6 +69,8 @@ def route(
     if runs_triton(x, weight, bias, ids) and all(t.dtype in _NARROW for t in (x, weight, bias)):
         chosen, gates = _Route.apply(x, weight, bias, top_k, scaling, ids)  # type: ignore[no-untyped-call]
         return chosen, gates
+    if deterministic():
+        return exact.route(x, weight, bias, top_k, scaling, ids)
     wide = torch.promote_types(x.dtype, torch.float32)
     scores = torch.sigmoid(x.to(wide) @ weight.to(wide).t())
     if ids is None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from driftline.kernels.dispatch import runs_triton
-from driftline.kernels.rmsnorm import reference
+from driftline.kernels.mode import deterministic
+from driftline.kernels.rmsnorm import exact, reference
 
 __all__ = ["rmsnorm"]
 
@@ -21,12 +22,12 @@ def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """
     reference.checked(x, weight, eps)
     if x.dtype not in _KERNEL_DTYPES or weight.dtype == torch.float64 or not runs_triton(x, weight):
-        return reference.rmsnorm(x, weight, eps)
+        return exact.rmsnorm(x, weight, eps) if deterministic() else reference.rmsnorm(x, weight, eps)
     from driftline.kernels.rmsnorm.autograd import RmsNorm
     from driftline.kernels.rmsnorm.triton import LONGEST
 
     if x.shape[-1] > LONGEST:
-        return reference.rmsnorm(x, weight, eps)
+        return exact.rmsnorm(x, weight, eps) if deterministic() else reference.rmsnorm(x, weight, eps)
     rows = x.reshape(-1, x.shape[-1])
     rows = rows if rows.stride(-1) == 1 else rows.contiguous()
     normal: torch.Tensor = RmsNorm.apply(rows, weight.contiguous(), eps)  # type: ignore[no-untyped-call]

@@ -6,7 +6,8 @@ The tail makes prefill in pieces, decode and a full forward the same function: e
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
+
+from driftline.kernels.fixed.pointwise import silu
 
 __all__ = ["short_conv"]
 
@@ -30,4 +31,4 @@ def short_conv(
     else:
         rows = lengths[:, None] + torch.arange(width - 1, device=x.device)
         new_tail = torch.gather(padded, 1, rows[..., None].expand(-1, -1, x.shape[2]))
-    return F.silu(out).to(x.dtype), new_tail
+    return silu(out).to(x.dtype), new_tail

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from driftline.kernels.fixed.pointwise import sigmoid, tanh
+
 __all__ = ["situ_glu"]
 
 
@@ -11,5 +13,5 @@ def situ_glu(gate: torch.Tensor, up: torch.Tensor, beta: float = 4.0, linear_bet
     """gate, up [..., I] of one dtype; the result has that dtype, computed in at least fp32."""
     wide = torch.promote_types(gate.dtype, torch.float32)
     g, u = gate.to(wide), up.to(wide)
-    out = (beta * torch.tanh(g / beta)) * torch.sigmoid(g) * (linear_beta * torch.tanh(u / linear_beta))
+    out = (beta * tanh(g / beta)) * sigmoid(g) * (linear_beta * tanh(u / linear_beta))
     return out.to(gate.dtype)

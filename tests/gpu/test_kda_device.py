@@ -18,7 +18,8 @@ if torch.cuda.is_available():
     from driftline.kernels import dispatch
     from driftline.kernels.kda import forward as fw
     from driftline.kernels.kda import kda, triton_chunks
-    from driftline.kernels.kda.operator import kda_composed, kernel_inputs
+    from driftline.kernels.kda.composed import kda_composed
+    from driftline.kernels.kda.operator import kernel_inputs
 
 MANY, FEW = 96, 12
 """Heads of the whole layer, walked plainly, and of one of eight devices, walked in segments."""

@@ -16,7 +16,7 @@ if torch.cuda.is_available():
     from kda_cases import KEYS, raw, relative
 
     from driftline.kernels.kda.autograd import kda_by_kernels
-    from driftline.kernels.kda.operator import kda_composed
+    from driftline.kernels.kda.composed import kda_composed
 
 
 def test_errors_are_no_larger_than_the_peers() -> None:

@@ -11,7 +11,8 @@ from kda_cases import raw, relative
 from ptx_machine import Launched, launches_of, run_on_cpu
 
 from driftline.kernels.kda import forward as fw
-from driftline.kernels.kda.operator import kda_composed, kernel_inputs
+from driftline.kernels.kda.composed import kda_composed
+from driftline.kernels.kda.operator import kernel_inputs
 
 torch.set_num_threads(1)
 

@@ -16,7 +16,8 @@ from ptx_machine import launches_of, run_on_cpu
 
 from driftline.kernels.kda import forward as fw
 from driftline.kernels.kda import segments, triton_chunks
-from driftline.kernels.kda.operator import kda_composed, kernel_inputs
+from driftline.kernels.kda.composed import kda_composed
+from driftline.kernels.kda.operator import kernel_inputs
 from driftline.kernels.offline import CompiledKernel, compiling_for
 
 torch.set_num_threads(1)

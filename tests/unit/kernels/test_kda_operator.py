@@ -10,7 +10,7 @@ import torch
 
 from driftline.kernels.kda import PADDING, bounded_gate, kda, kda_recurrent, kda_step, l2_normalise
 from driftline.kernels.kda import forward as fw
-from driftline.kernels.kda.operator import kda_composed
+from driftline.kernels.kda.composed import kda_composed
 
 torch.set_num_threads(1)
 
