@@ -85,7 +85,7 @@ class Trainer:
     def __init__(self, model: CausalLM, config: LearnerConfig, *, dtype: torch.dtype = torch.bfloat16, count_flips: bool = False) -> None:
         """`model`: its parameters in `dtype`, the policy's, or in fp32. `count_flips`: compare the routers' own choices with the replayed ones."""
         self.model, self.config, self.dtype, self._count_flips = model, config, dtype, count_flips
-        model.recompute = Recompute(config.recompute.value)
+        model.recompute = Recompute(config.recompute)
         self.device = next(model.parameters()).device
         self.names = [n for n, p in model.named_parameters() if p.requires_grad]
         self.parameters = [p for p in model.parameters() if p.requires_grad]
