@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,untyped-decorator"
-"""KDA's output norm and gate as Triton kernels, forward and backward: one read of each input, one write of each result, in K3's rounding order.
+"""KDA's output norm and gate as Triton kernels, forward and backward: one read of each input, one write of each result, fp32 between them.
 
 A row (one head of one token) is summed within a group of sixteen lanes, so its bits depend on the row alone. The weight's gradient is summed in fp32 a
 block of rows at a time, and the blocks in order.
@@ -38,47 +38,39 @@ _STRICT = {"enable_fp_fusion": False}
 
 
 @triton.jit
-def _cast(x, like):
-    """fp32 rounded to the type that `like` points to, as fp32."""
-    return x.to(like.dtype.element_ty).to(tl.float32)
-
-
-@triton.jit
 def _forward(o, weight, gate, out, rows, eps, DIM: tl.constexpr, ROWS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     d = tl.arange(0, DIM)
     at = row[:, None] * DIM + d[None, :]
     mask = (row < rows)[:, None]
-    x = _cast(tl.load(o + at, mask=mask, other=0.0).to(tl.float32), gate)
+    x = tl.load(o + at, mask=mask, other=0.0).to(tl.float32)
     g = tl.load(gate + at, mask=mask, other=0.0).to(tl.float32)
-    w = _cast(tl.load(weight + d).to(tl.float32), gate)
+    w = tl.load(weight + d).to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, axis=1) / DIM + eps)
-    normed = _cast(_cast(x * scale[:, None], gate) * w[None, :], gate)
-    value = normed * _cast(1.0 / (1.0 + tl.exp(-g)), gate)
+    value = x * scale[:, None] * w[None, :] * (1.0 / (1.0 + tl.exp(-g)))
     tl.store(out + at, value.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _backward(o, weight, gate, grad, grad_o, grad_gate, grad_weight, rows, eps, DIM: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
               STAGES: tl.constexpr):
-    """grad_weight [programs, DIM] fp32. The roundings are computed again and passed straight through, as autograd passes through a cast."""
+    """grad_weight [programs, DIM] fp32."""
     d = tl.arange(0, DIM)
-    w = _cast(tl.load(weight + d).to(tl.float32), gate)
+    w = tl.load(weight + d).to(tl.float32)
     total = tl.zeros((ROWS, DIM), tl.float32)
     for tile in tl.range(0, TILES, num_stages=STAGES):
         row = (tl.program_id(0).to(tl.int64) * TILES + tile) * ROWS + tl.arange(0, ROWS)
         at = row[:, None] * DIM + d[None, :]
         mask = (row < rows)[:, None]
-        x = _cast(tl.load(o + at, mask=mask, other=0.0).to(tl.float32), gate)
+        x = tl.load(o + at, mask=mask, other=0.0).to(tl.float32)
         g = tl.load(gate + at, mask=mask, other=0.0).to(tl.float32)
         dy = tl.load(grad + at, mask=mask, other=0.0).to(tl.float32)
         scale = tl.rsqrt(tl.sum(x * x, axis=1) / DIM + eps)[:, None]
         unit = x * scale
-        rounded = _cast(unit, gate)
         gated = 1.0 / (1.0 + tl.exp(-g))
         after = dy * gated
-        total = tl.fma(after, rounded, total)
-        tl.store(grad_gate + at, (dy * _cast(rounded * w[None, :], gate) * gated * (1.0 - gated)).to(grad_gate.dtype.element_ty), mask=mask)
+        total = tl.fma(after, unit, total)
+        tl.store(grad_gate + at, (dy * (unit * w[None, :]) * gated * (1.0 - gated)).to(grad_gate.dtype.element_ty), mask=mask)
         inner = after * w[None, :]
         dx = scale * (inner - unit * (tl.sum(inner * unit, axis=1) / DIM)[:, None])
         tl.store(grad_o + at, dx.to(grad_o.dtype.element_ty), mask=mask)
