@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import torch
 
-from driftline.kernels.gqa import reference
+from driftline.kernels.dispatch import runs_triton
+from driftline.kernels.gqa import ordered, reference
 from driftline.kernels.gqa.layout import Layout, checked, layout_of
+from driftline.kernels.mode import deterministic
 
 __all__ = ["Layout", "attention"]
 
@@ -34,10 +36,15 @@ def attention(
 
     The kernels take bfloat16 and widths up to 128 that are multiples of 16; others are computed by the reference. Raises ValueError.
     """
-    checked(q, keys, values, valid, cu_seqlens_q, cu_seqlens_k, layout)
+    sizes = checked(q, keys, values, valid, cu_seqlens_q, cu_seqlens_k, layout)
     scale = q.shape[3] ** -0.5 if scale is None else scale
     out_dtype = q.dtype if out_dtype is None else out_dtype
     if not out_dtype.is_floating_point:
         raise ValueError(f"out_dtype is {out_dtype}; it must be a floating-point dtype")
     layout = layout_of(q, keys, valid, cu_seqlens_q, cu_seqlens_k) if layout is None else layout
-    return reference.attention(q, keys, values, layout, scale, out_dtype)
+    if runs_triton(q, keys, values):
+        from driftline.kernels.gqa import autograd, triton_forward
+
+        if triton_forward.takes(sizes, q.dtype):
+            return autograd.attention(q, keys, values, layout, sizes, scale, out_dtype)
+    return (ordered if deterministic() else reference).attention(q, keys, values, layout, scale, out_dtype)

@@ -51,6 +51,11 @@ class Layout:
     def sequences(self) -> int:
         return self.counts.shape[0]
 
+    @property
+    def even(self) -> bool:
+        """Whether every query sees one key more than the one before it: no column is skipped."""
+        return self.valid is None or self.rows is None
+
     @cached_property
     def mask(self) -> torch.Tensor | None:
         """bool [B, T, N] of a padded batch: which columns each query sees."""
@@ -126,7 +131,7 @@ def checked(
     if q.dim() != 4:
         raise ValueError(f"q is {list(q.shape)}; it must be [B, T, H, D], packed sequences with B = 1")
     batch, steps, heads, width = q.shape
-    if keys.dim() != 4 or keys.shape[0] != batch and layout is None or keys.shape[3] != width:
+    if keys.dim() != 4 or (keys.shape[0] != batch and layout is None) or keys.shape[3] != width:
         raise ValueError(f"keys is {list(keys.shape)}; it must be [{batch}, N, heads of keys, {width}]")
     if keys.shape[2] == 0 or heads % keys.shape[2]:
         raise ValueError(f"keys has {keys.shape[2]} heads for {heads} of q; the heads of q must be a multiple of them")

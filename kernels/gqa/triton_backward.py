@@ -1,0 +1,186 @@
+# mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,untyped-decorator"
+"""Attention of grouped queries, backward: every gradient is one program's sum in a fixed order; there are no atomics.
+
+Probabilities are computed again from the saved log-sum. `_queries`: a program a tile of rows (query, head of a group), over the keys in order, as the forward.
+`_keys`: a program a tile of keys, over the rows in order, so that a group's heads add to their key in one sum; scores transposed, the tile of keys being the M
+of all five products. Tiles begin at multiples from a sequence's first row and first key, so a sequence's gradients do not depend on the pack.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from driftline.kernels.gqa.layout import Layout, Sizes
+from driftline.kernels.gqa.triton_forward import block, key_rows, live_rows
+
+__all__ = ["KEYS", "KEYS_DEFAULT", "QUERIES", "QUERIES_DEFAULT", "Configuration", "backward"]
+
+
+class Configuration(NamedTuple):
+    """Rows and keys of a tile, warps, stages."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+QUERIES_DEFAULT = Configuration(rows=128, keys=64, warps=8, stages=3)
+QUERIES = (QUERIES_DEFAULT, Configuration(128, 64, 8, 2), Configuration(128, 128, 8, 2))
+KEYS_DEFAULT = Configuration(rows=32, keys=128, warps=8, stages=3)
+KEYS = (KEYS_DEFAULT, Configuration(64, 128, 8, 2), Configuration(64, 128, 8, 3), Configuration(32, 128, 8, 2))
+"""What runs (the defaults), and what the benchmark's sweep times beside it."""
+
+_PREPARED = 32
+"""Rows that a program of `_prepare` sums."""
+
+
+@triton.jit
+def _prepare(out, grad, delta, count, stride, HEADS: tl.constexpr, GROUP: tl.constexpr, VALUE: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    head = tl.program_id(1)
+    f = tl.arange(0, V)
+    live = row < count
+    at = (row // GROUP).to(tl.int64)[:, None] * (HEADS * VALUE) + (head * GROUP + row % GROUP)[:, None] * VALUE + f[None, :]
+    inside = live_rows(live, f, VALUE, V)
+    product = tl.load(out + at, mask=inside, other=0.0).to(tl.float32) * tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(delta + head.to(tl.int64) * stride + row, tl.sum(product, axis=1), mask=live)
+
+
+@triton.jit
+def _queries(q, keys, values, rows, grad, lse, delta, starts_q, starts_k, seen, tiles, dq, count, stride, scale, factor, HEADS: tl.constexpr, GROUP: tl.constexpr,
+             WIDTH: tl.constexpr, VALUE: tl.constexpr, D: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
+             INDEXED: tl.constexpr):
+    tile = count - 1 - tl.program_id(0)
+    head = tl.program_id(1)
+    sequence = tl.load(tiles + 2 * tile)
+    if sequence < 0:
+        return
+    first = tl.load(tiles + 2 * tile + 1)
+    begin = tl.load(starts_q + sequence)
+    begin_k = tl.load(starts_k + sequence)
+    length = tl.load(starts_q + sequence + 1) - begin
+    j = tl.arange(0, KEYS)
+    d = tl.arange(0, D)
+    f = tl.arange(0, V)
+    row_q = first + tl.arange(0, ROWS)
+    live = row_q < length * GROUP
+    token = begin.to(tl.int64) + row_q // GROUP
+    head_q = head * GROUP + row_q % GROUP
+    at_query = token[:, None] * (HEADS * WIDTH) + head_q[:, None] * WIDTH + d[None, :]
+    query = tl.load(q + at_query, mask=live_rows(live, d, WIDTH, D), other=0.0)
+    g = tl.load(grad + token[:, None] * (HEADS * VALUE) + head_q[:, None] * VALUE + f[None, :], mask=live_rows(live, f, VALUE, V), other=0.0)
+    numbers = head.to(tl.int64) * stride + begin * GROUP + row_q
+    top = tl.load(lse + numbers, mask=live, other=float("inf"))
+    mean = tl.load(delta + numbers, mask=live, other=0.0)
+    limit = tl.load(seen + token, mask=live, other=0)
+    everyone = tl.load(seen + begin + first // GROUP)
+    stop = tl.load(seen + begin + (tl.minimum(first + ROWS, length * GROUP) - 1) // GROUP)
+    acc = tl.zeros((ROWS, D), tl.float32)
+    for at in tl.range(0, stop, KEYS, num_stages=STAGES):
+        inside = at + j < stop
+        row = key_rows(rows, begin_k, at, j, inside, INDEXED)
+        key = tl.load(keys + row[:, None] * (HEADS // GROUP * WIDTH) + head * WIDTH + d[None, :], mask=live_rows(inside, d, WIDTH, D), other=0.0)
+        value = tl.load(values + row[:, None] * (HEADS // GROUP * VALUE) + head * VALUE + f[None, :], mask=live_rows(inside, f, VALUE, V), other=0.0)
+        score = tl.dot(query, tl.trans(key))
+        if at + KEYS > everyone:
+            score = tl.where((at + j)[None, :] < limit[:, None], score, float("-inf"))
+        p = tl.exp2(tl.fma(score, scale, -top[:, None]))
+        ds = (p * (tl.dot(g, tl.trans(value)) - mean[:, None])).to(key.dtype)
+        acc = tl.dot(ds, key, acc)
+    tl.store(dq + at_query, (acc * factor).to(dq.dtype.element_ty), mask=live_rows(live, d, WIDTH, D))
+
+
+@triton.jit
+def _keys(q, keys, values, rows, grad, lse, delta, starts_q, starts_k, counts, seen, tiles, dk, dv, stride, scale, factor, HEADS: tl.constexpr, GROUP: tl.constexpr,
+          WIDTH: tl.constexpr, VALUE: tl.constexpr, D: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
+          INDEXED: tl.constexpr, EVEN: tl.constexpr):
+    tile = tl.program_id(0)
+    head = tl.program_id(1)
+    sequence = tl.load(tiles + 2 * tile)
+    if sequence < 0:
+        return
+    first = tl.load(tiles + 2 * tile + 1)
+    begin = tl.load(starts_q + sequence)
+    begin_k = tl.load(starts_k + sequence)
+    length = tl.load(starts_q + sequence + 1) - begin
+    held = tl.load(counts + sequence)
+    j = tl.arange(0, KEYS)
+    i = tl.arange(0, ROWS)
+    d = tl.arange(0, D)
+    f = tl.arange(0, V)
+    inside = first + j < held
+    row_k = key_rows(rows, begin_k, first, j, inside, INDEXED)
+    at_key = row_k[:, None] * (HEADS // GROUP * WIDTH) + head * WIDTH + d[None, :]
+    at_value = row_k[:, None] * (HEADS // GROUP * VALUE) + head * VALUE + f[None, :]
+    key = tl.load(keys + at_key, mask=live_rows(inside, d, WIDTH, D), other=0.0)
+    value = tl.load(values + at_value, mask=live_rows(inside, f, VALUE, V), other=0.0)
+    d_key = tl.zeros((KEYS, D), tl.float32)
+    d_value = tl.zeros((KEYS, V), tl.float32)
+    earliest = 0
+    if length > 0:
+        # A query sees at most one key more than the one before it. From the tile of rows, at a multiple of ROWS, that may see any of these keys.
+        earliest = tl.maximum(first + 1 - tl.load(seen + begin), 0) * GROUP // ROWS * ROWS
+    ahead = held - length + 1
+    for at in tl.range(earliest, length * GROUP, ROWS, num_stages=STAGES):
+        row = at + i
+        live = row < length * GROUP
+        token = begin.to(tl.int64) + row // GROUP
+        head_q = head * GROUP + row % GROUP
+        query = tl.load(q + token[:, None] * (HEADS * WIDTH) + head_q[:, None] * WIDTH + d[None, :], mask=live_rows(live, d, WIDTH, D), other=0.0)
+        g = tl.load(grad + token[:, None] * (HEADS * VALUE) + head_q[:, None] * VALUE + f[None, :], mask=live_rows(live, f, VALUE, V), other=0.0)
+        numbers = head.to(tl.int64) * stride + begin * GROUP + row
+        top = tl.load(lse + numbers, mask=live, other=float("inf"))
+        mean = tl.load(delta + numbers, mask=live, other=0.0)
+        score = tl.dot(key, tl.trans(query))
+        if EVEN:
+            if first + KEYS > at // GROUP + ahead:
+                score = tl.where((first + j)[:, None] < (row // GROUP + ahead)[None, :], score, float("-inf"))
+        else:
+            limit = tl.load(seen + token, mask=live, other=0)
+            score = tl.where((first + j)[:, None] < limit[None, :], score, float("-inf"))
+        p = tl.exp2(tl.fma(score, scale, -top[None, :]))
+        d_value = tl.dot(p.to(g.dtype), g, d_value)
+        ds = (p * (tl.dot(value, tl.trans(g)) - mean[None, :])).to(query.dtype)
+        d_key = tl.dot(ds, query, d_key)
+    tl.store(dk + at_key, (d_key * factor).to(dk.dtype.element_ty), mask=live_rows(inside, d, WIDTH, D))
+    tl.store(dv + at_value, d_value.to(dv.dtype.element_ty), mask=live_rows(inside, f, VALUE, V))
+
+
+def backward(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layout: Layout, out: torch.Tensor, lse: torch.Tensor, grad: torch.Tensor, sizes: Sizes, scale: float,
+    of_queries: Configuration = QUERIES_DEFAULT, of_keys: Configuration = KEYS_DEFAULT,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dq, dkeys, dvalues) in the inputs' dtype, zeros for keys that no sequence has. out, lse: as `forward` gave them; grad [..., H, Dv], contiguous, in any
+    floating-point dtype: rounded to q's once, before it is used. Beside the gradients: 4 bytes a query and head, and that rounded gradient."""
+    grad = grad.to(q.dtype)
+    dq = torch.empty_like(q)
+    # Of keys named row by row, or bounded by a sequence's own count, not all may be anyone's.
+    dk, dv = torch.zeros_like(keys), torch.zeros_like(values)
+    if sizes.keys == 0 or sizes.queries == 0:
+        return dq.zero_(), dk, dv
+    rows = sizes.queries * sizes.group
+    delta = torch.empty_like(lse)
+    _prepare[(triton.cdiv(rows, _PREPARED), sizes.key_heads)](
+        out, grad, delta, rows, delta.stride(0), HEADS=sizes.heads, GROUP=sizes.group, VALUE=sizes.value, V=block(sizes.value), ROWS=_PREPARED, num_warps=4,
+        enable_fp_fusion=True,
+    )
+    widths = {"HEADS": sizes.heads, "GROUP": sizes.group, "WIDTH": sizes.width, "VALUE": sizes.value, "D": block(sizes.width), "V": block(sizes.value),
+              "INDEXED": layout.rows is not None, "enable_fp_fusion": True}
+    named = q if layout.rows is None else layout.rows
+    tiles = layout.key_tiles(sizes.keys if layout.rows is None else layout.rows.shape[0], of_keys.keys)
+    _keys[(tiles.shape[0], sizes.key_heads)](
+        q, keys, values, named, grad, lse, delta, layout.starts_q, layout.starts_k, layout.counts, layout.seen, tiles, dk, dv, delta.stride(0), scale / math.log(2), scale,
+        ROWS=of_keys.rows, KEYS=of_keys.keys, STAGES=of_keys.stages, EVEN=layout.even, num_warps=of_keys.warps, **widths,
+    )
+    tiles = layout.query_tiles(sizes.group, of_queries.rows)
+    _queries[(tiles.shape[0], sizes.key_heads)](
+        q, keys, values, named, grad, lse, delta, layout.starts_q, layout.starts_k, layout.seen, tiles, dq, tiles.shape[0], delta.stride(0), scale / math.log(2), scale,
+        ROWS=of_queries.rows, KEYS=of_queries.keys, STAGES=of_queries.stages, num_warps=of_queries.warps, **widths,
+    )
+    return dq, dk, dv

@@ -1,0 +1,283 @@
+# mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,untyped-decorator"
+"""Attention of grouped queries in one form for any number of new tokens: keys in parts of `PART`, a part in tiles of `KEYS`, parts added up in order.
+
+A row of a tile is a query and a head of a group: heads that share keys share their tiles. `_forward` takes a tile of rows through all of its keys and adds
+each part to those before it as it is done; `_part` and `_combine` do the same with a program for every part, for a few new tokens and many keys. Both take
+a tile by `tile_of_keys` and add a part by `added`, so a query's bits do not depend on which of them computed it, nor on the size of the tile it is a row of.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from driftline.kernels.gqa.layout import Layout, Sizes
+
+__all__ = ["CONFIGURATIONS", "FEW", "KEYS", "MANY", "PART", "Configuration", "added", "block", "decode", "decodes", "forward", "key_rows", "live_rows", "takes"]
+
+PART = 1024
+"""Keys of a part, and the order of sums: another is other bits."""
+
+KEYS = 64
+"""Keys of a tile: as PART."""
+
+
+class Configuration(NamedTuple):
+    """Rows of a tile, 16 a warp, so that each row of scores lies in one warp whatever their number; warps, stages."""
+
+    rows: int
+    warps: int
+    stages: int
+
+
+FEW = Configuration(rows=64, warps=4, stages=4)
+"""Where a sequence has no more rows than one such tile."""
+
+MANY = Configuration(rows=128, warps=8, stages=3)
+
+CONFIGURATIONS = (MANY, FEW, Configuration(128, 8, 2), Configuration(128, 8, 4), Configuration(64, 4, 2), Configuration(64, 4, 3))
+"""What runs, and what the benchmark's sweep times beside it: all give the same bits."""
+
+_COMBINED = 8
+"""Rows that a program of `_combine` adds up."""
+
+
+@triton.jit
+def live_rows(live, d, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """The mask of rows of WIDTH elements, held in BLOCK."""
+    if WIDTH == BLOCK:
+        inside = live[:, None]
+    else:
+        inside = live[:, None] & (d < WIDTH)[None, :]
+    return inside
+
+
+@triton.jit
+def key_rows(rows, begin, at, j, inside, INDEXED: tl.constexpr):
+    """Which rows of the keys are keys at + j of a sequence whose keys begin at `begin`."""
+    if INDEXED:
+        row = tl.load(rows + begin.to(tl.int64) + at + j, mask=inside, other=0).to(tl.int64)
+    else:
+        row = begin.to(tl.int64) + at + j
+    return row
+
+
+@triton.jit
+def tile_of_keys(query, key, value, acc, top, total, at, seen, everyone, scale, KEYS: tl.constexpr):
+    """A tile of keys from `at` added to (acc, top, total) of a part. Rows that see none of it stay as they are, to the bit."""
+    score = tl.dot(query, tl.trans(key))
+    if at + KEYS > everyone:
+        score = tl.where((at + tl.arange(0, KEYS))[None, :] < seen[:, None], score, float("-inf"))
+    higher = tl.maximum(top, tl.max(score, axis=1) * scale)
+    finite = tl.where(higher == float("-inf"), 0.0, higher)
+    p = tl.exp2(tl.fma(score, scale, -finite[:, None]))
+    shrink = tl.exp2(top - finite)
+    total = tl.fma(total, shrink, tl.sum(p, axis=1))
+    acc = tl.dot(p.to(value.dtype), value, acc * shrink[:, None])
+    return acc, higher, total
+
+
+@triton.jit
+def added(whole_acc, whole_top, whole_total, acc, top, total):
+    """A part added to those before it. One whose keys a row does not see changes nothing of it, to the bit."""
+    higher = tl.maximum(whole_top, top)
+    finite = tl.where(higher == float("-inf"), 0.0, higher)
+    before = tl.exp2(whole_top - finite)
+    mine = tl.exp2(top - finite)
+    whole_acc = tl.fma(acc, mine[:, None], whole_acc * before[:, None])
+    return whole_acc, higher, tl.fma(total, mine, whole_total * before)
+
+
+@triton.jit
+def _finished(acc, total):
+    some = total > 0.0
+    divisor = tl.where(some, total, 1.0)
+    return acc / divisor[:, None], some, divisor
+
+
+@triton.jit
+def _queries(q, seen, first, begin, length, head, r, HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr):
+    """A tile of queries, how many keys each sees, and the first and the last of them."""
+    d = tl.arange(0, D)
+    row = first + r
+    live = row < length * GROUP
+    token = begin.to(tl.int64) + row // GROUP
+    query = tl.load(q + token[:, None] * (HEADS * WIDTH) + (head * GROUP + row % GROUP)[:, None] * WIDTH + d[None, :], mask=live_rows(live, d, WIDTH, D), other=0.0)
+    limit = tl.load(seen + token, mask=live, other=0)
+    everyone = tl.load(seen + begin + first // GROUP)
+    stop = tl.load(seen + begin + (tl.minimum(first + r.shape[0], length * GROUP) - 1) // GROUP)
+    return query, limit, everyone, stop
+
+
+@triton.jit
+def _forward(q, keys, values, rows, starts_q, starts_k, seen, tiles, out, lse, count, stride, scale, HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr,
+             VALUE: tl.constexpr, D: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PART: tl.constexpr, STAGES: tl.constexpr,
+             INDEXED: tl.constexpr):
+    # The last tiles have the most keys and begin first.
+    tile = count - 1 - tl.program_id(0)
+    head = tl.program_id(1)
+    sequence = tl.load(tiles + 2 * tile)
+    if sequence < 0:
+        return
+    first = tl.load(tiles + 2 * tile + 1)
+    begin = tl.load(starts_q + sequence)
+    begin_k = tl.load(starts_k + sequence)
+    length = tl.load(starts_q + sequence + 1) - begin
+    r = tl.arange(0, ROWS)
+    j = tl.arange(0, KEYS)
+    d = tl.arange(0, D)
+    f = tl.arange(0, V)
+    query, limit, everyone, stop = _queries(q, seen, first, begin, length, head, r, HEADS, GROUP, WIDTH, D)
+    whole_acc = tl.zeros((ROWS, V), tl.float32)
+    whole_top = tl.full((ROWS,), float("-inf"), tl.float32)
+    whole_total = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, V), tl.float32)
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    for at in tl.range(0, stop, KEYS, num_stages=STAGES):
+        inside = at + j < stop
+        row = key_rows(rows, begin_k, at, j, inside, INDEXED)
+        key = tl.load(keys + row[:, None] * (HEADS // GROUP * WIDTH) + head * WIDTH + d[None, :], mask=live_rows(inside, d, WIDTH, D), other=0.0)
+        value = tl.load(values + row[:, None] * (HEADS // GROUP * VALUE) + head * VALUE + f[None, :], mask=live_rows(inside, f, VALUE, V), other=0.0)
+        if at % PART == 0:
+            whole_acc, whole_top, whole_total = added(whole_acc, whole_top, whole_total, acc, top, total)
+            acc = tl.zeros((ROWS, V), tl.float32)
+            top = tl.full((ROWS,), float("-inf"), tl.float32)
+            total = tl.zeros((ROWS,), tl.float32)
+        acc, top, total = tile_of_keys(query, key, value, acc, top, total, at, limit, everyone, scale, KEYS)
+    whole_acc, whole_top, whole_total = added(whole_acc, whole_top, whole_total, acc, top, total)
+    whole_acc, some, divisor = _finished(whole_acc, whole_total)
+    row_q = first + r
+    live = row_q < length * GROUP
+    token = begin.to(tl.int64) + row_q // GROUP
+    at_out = token[:, None] * (HEADS * VALUE) + (head * GROUP + row_q % GROUP)[:, None] * VALUE + f[None, :]
+    tl.store(out + at_out, whole_acc.to(out.dtype.element_ty), mask=live_rows(live, f, VALUE, V))
+    tl.store(lse + head.to(tl.int64) * stride + begin * GROUP + row_q, tl.where(some, whole_top + tl.log2(divisor), float("inf")), mask=live)
+
+
+@triton.jit
+def _part(q, keys, values, rows, starts_q, starts_k, seen, tiles, sums, tops, totals, stride, scale, HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr,
+          VALUE: tl.constexpr, D: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PART: tl.constexpr, STAGES: tl.constexpr,
+          INDEXED: tl.constexpr):
+    tile = tl.program_id(0)
+    head = tl.program_id(1)
+    start = tl.program_id(2) * PART
+    sequence = tl.load(tiles + 2 * tile)
+    if sequence < 0:
+        return
+    first = tl.load(tiles + 2 * tile + 1)
+    begin = tl.load(starts_q + sequence)
+    begin_k = tl.load(starts_k + sequence)
+    length = tl.load(starts_q + sequence + 1) - begin
+    r = tl.arange(0, ROWS)
+    j = tl.arange(0, KEYS)
+    d = tl.arange(0, D)
+    f = tl.arange(0, V)
+    query, limit, everyone, stop = _queries(q, seen, first, begin, length, head, r, HEADS, GROUP, WIDTH, D)
+    if start >= stop:
+        return
+    acc = tl.zeros((ROWS, V), tl.float32)
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    for at in tl.range(start, tl.minimum(start + PART, stop), KEYS, num_stages=STAGES):
+        inside = at + j < stop
+        row = key_rows(rows, begin_k, at, j, inside, INDEXED)
+        key = tl.load(keys + row[:, None] * (HEADS // GROUP * WIDTH) + head * WIDTH + d[None, :], mask=live_rows(inside, d, WIDTH, D), other=0.0)
+        value = tl.load(values + row[:, None] * (HEADS // GROUP * VALUE) + head * VALUE + f[None, :], mask=live_rows(inside, f, VALUE, V), other=0.0)
+        acc, top, total = tile_of_keys(query, key, value, acc, top, total, at, limit, everyone, scale, KEYS)
+    row_q = first + r
+    live = row_q < length * GROUP
+    to = (tl.program_id(2).to(tl.int64) * (HEADS // GROUP) + head) * stride + begin * GROUP + row_q
+    tl.store(tops + to, top, mask=live)
+    tl.store(totals + to, total, mask=live)
+    tl.store(sums + to[:, None] * V + f[None, :], acc, mask=live[:, None])
+
+
+@triton.jit
+def _combine(sums, tops, totals, seen, out, count, stride, HEADS: tl.constexpr, GROUP: tl.constexpr, VALUE: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr,
+             PART: tl.constexpr):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    head = tl.program_id(1)
+    f = tl.arange(0, V)
+    live = row < count
+    limit = tl.load(seen + row // GROUP, mask=live, other=0)
+    acc = tl.zeros((ROWS, V), tl.float32)
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    for start in tl.range(0, tl.max(limit, axis=0), PART):
+        here = start < limit
+        at = (tl.full((), start // PART, tl.int64) * (HEADS // GROUP) + head) * stride + row
+        mine = tl.load(tops + at, mask=here, other=float("-inf"))
+        share = tl.load(totals + at, mask=here, other=0.0)
+        part = tl.load(sums + at[:, None] * V + f[None, :], mask=here[:, None], other=0.0)
+        acc, top, total = added(acc, top, total, part, mine, share)
+    acc, _, _ = _finished(acc, total)
+    token = (row // GROUP).to(tl.int64)
+    at_out = token[:, None] * (HEADS * VALUE) + (head * GROUP + row % GROUP)[:, None] * VALUE + f[None, :]
+    tl.store(out + at_out, acc.to(out.dtype.element_ty), mask=live_rows(live, f, VALUE, V))
+
+
+def takes(sizes: Sizes, dtype: torch.dtype) -> bool:
+    """Whether the kernels are for these sizes."""
+    return dtype == torch.bfloat16 and all(16 <= n <= 128 and n % 16 == 0 for n in (sizes.width, sizes.value))
+
+
+def decodes(layout: Layout, sizes: Sizes) -> bool:
+    """Whether `decode` is the faster of the two, by shape: few queries of many keys."""
+    return layout.longest_q * sizes.group <= FEW.rows and layout.longest_k > PART
+
+
+def block(width: int) -> int:
+    """The power of two that holds a head's elements."""
+    return max(16, triton.next_power_of_2(width))
+
+
+def _constants(sizes: Sizes, layout: Layout, configuration: Configuration) -> dict[str, int | bool]:
+    return {"HEADS": sizes.heads, "GROUP": sizes.group, "WIDTH": sizes.width, "VALUE": sizes.value, "D": block(sizes.width), "V": block(sizes.value),
+            "ROWS": configuration.rows, "KEYS": KEYS, "STAGES": configuration.stages, "INDEXED": layout.rows is not None, "num_warps": configuration.warps,
+            "enable_fp_fusion": True}
+
+
+def forward(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layout: Layout, sizes: Sizes, scale: float, out_dtype: torch.dtype,
+    configuration: Configuration | None = None, part: int = PART,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out [..., H, Dv] in out_dtype, log2 of the sum of exp2 of the scores, fp32 [Hkv, queries * group]: infinite for a query that sees no key) of contiguous
+    inputs."""
+    configuration = configuration or (FEW if layout.longest_q * sizes.group <= FEW.rows else MANY)
+    out = torch.empty(*q.shape[:3], sizes.value, dtype=out_dtype, device=q.device)
+    lse = torch.empty(sizes.key_heads, sizes.queries * sizes.group, dtype=torch.float32, device=q.device)
+    tiles = layout.query_tiles(sizes.group, configuration.rows)
+    if out.numel():
+        _forward[(tiles.shape[0], sizes.key_heads)](
+            q, keys, values, q if layout.rows is None else layout.rows, layout.starts_q, layout.starts_k, layout.seen, tiles, out, lse, tiles.shape[0], lse.stride(0),
+            scale / math.log(2), PART=part, **_constants(sizes, layout, configuration),
+        )
+    return out, lse
+
+
+def decode(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layout: Layout, sizes: Sizes, scale: float, out_dtype: torch.dtype,
+    configuration: Configuration = FEW, part: int = PART,
+) -> torch.Tensor:
+    """As `forward`, to the bit, with a program for every part of the keys; without the log-sums."""
+    out = torch.empty(*q.shape[:3], sizes.value, dtype=out_dtype, device=q.device)
+    if out.numel() == 0:
+        return out
+    tiles, rows, parts = layout.query_tiles(sizes.group, configuration.rows), sizes.queries * sizes.group, max(1, triton.cdiv(layout.longest_k, part))
+    width = block(sizes.value)
+    sums = torch.empty(parts, sizes.key_heads, rows, width, dtype=torch.float32, device=q.device)
+    tops, totals = (torch.empty(parts, sizes.key_heads, rows, dtype=torch.float32, device=q.device) for _ in range(2))
+    _part[(tiles.shape[0], sizes.key_heads, parts)](
+        q, keys, values, q if layout.rows is None else layout.rows, layout.starts_q, layout.starts_k, layout.seen, tiles, sums, tops, totals, rows, scale / math.log(2),
+        PART=part, **_constants(sizes, layout, configuration),
+    )
+    _combine[(triton.cdiv(rows, _COMBINED), sizes.key_heads)](
+        sums, tops, totals, layout.seen, out, rows, rows, HEADS=sizes.heads, GROUP=sizes.group, VALUE=sizes.value, V=width, ROWS=_COMBINED, PART=part, num_warps=4,
+        enable_fp_fusion=True,
+    )
+    return out
