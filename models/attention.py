@@ -36,12 +36,6 @@ class RMSNorm(nn.Module):
         return rmsnorm(x, self.weight, self.eps)
 
 
-def _effective_weight(projection: nn.Linear) -> torch.Tensor:
-    """The matrix a projection applies, its adapter included: the absorbed form uses kv_b_proj's halves apart."""
-    merged = getattr(projection, "effective_weight", None)
-    return projection.weight if merged is None else merged()
-
-
 class ShortConv(nn.Module):
     """Depthwise convolution weights, [C, 1, W] as published."""
 
@@ -141,7 +135,10 @@ class MlaAttention(nn.Module):
         q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))).view(batch, steps, self.heads, self.nope + self.rope)
         latent, shared = self.kv_a_proj_with_mqa(x).split([self.rank, self.rope], dim=-1)
         new = torch.cat([self.kv_a_layernorm(latent), shared], dim=-1)
-        heads = Heads(_effective_weight(self.kv_b_proj).view(self.heads, -1, self.rank), self.kv_b_proj, self.nope, self.scale)
+        # The absorbed form uses kv_b_proj's halves apart, and its adapter beside them.
+        adapted = getattr(self.kv_b_proj, "latent_update", None)
+        heads = Heads(self.kv_b_proj.weight.view(self.heads, -1, self.rank), self.kv_b_proj, self.nope, self.scale,
+                      None if adapted is None else adapted(self.heads, self.nope))
         if isinstance(columns, PackedColumns):
             o, rows = attend_packed(q[0], cache.rows, new[0], heads, columns)
         else:

@@ -89,7 +89,7 @@ def attend_packed(q: torch.Tensor, cached: torch.Tensor, new: torch.Tensor, head
     """
     packed = columns.packed
     rows = torch.cat([cached, packed.padded(new)], dim=1)
-    if deterministic() or q.dtype != torch.bfloat16 or not runs_triton(q, rows):
+    if deterministic() or not heads.uniform or q.dtype != torch.bfloat16 or not runs_triton(q, rows):
         return packed.unpadded(attend(packed.padded(q), rows, heads, columns.padded)), rows
     keys = new if not cached.shape[1] else moved(torch.cat([cached.flatten(0, 1), new]), columns.keys, columns.key_of)
     kv = heads.expand(keys[:, : heads.rank]).view(keys.shape[0], q.shape[1], -1)
