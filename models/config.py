@@ -21,8 +21,12 @@ __all__ = ["K3Config", "LinearAttention", "tiny"]
 # What the decoder is built for. Another value ignored would load without a word and compute something else.
 _BUILT_FOR: dict[str, Any] = {
     "hidden_act": "situ", "mla_use_nope": True, "moe_router_activation_func": "sigmoid", "topk_method": "noaux_tc", "num_expert_group": 1,
-    "topk_group": 1,
+    "topk_group": 1, "moe_layer_freq": 1, "attention_bias": False,
 }
+
+# Where a file leaves these out, the release's own code takes another function than K3's (no bound on the gate or on SiTU's second factor, no residual mixing).
+_STATED = ("attn_res_block_size", "mla_use_output_gate", "latent_moe_use_norm", "activation_situ_beta", "activation_situ_linear_beta",
+           "linear_attn_config.gate_lower_bound", "linear_attn_config.use_full_rank_gate")
 
 
 class LinearAttention(BaseModel):
@@ -131,11 +135,20 @@ class K3Config(BaseModel):
                 raise ConfigError(f"this decoder computes {name} = {only!r} only", field=f"{path}: {name}", value=body[name],
                                   remedy="use a checkpoint of K3's architecture")
         try:
-            return cls.model_validate(body)
+            config = cls.model_validate(body)
         except ValidationError as error:
             first = error.errors()[0]
             name = ".".join(str(p) for p in first["loc"]) or "config"
             raise ConfigError(first["msg"], field=f"{path}: {name}", value=first.get("input"), remedy="use K3's field names") from error
+        for name in _STATED:
+            outer, _, inner = name.rpartition(".")
+            if inner not in (body[outer] if outer else body):
+                raise ConfigError("left out, which asks for another model than K3", field=f"{path}: {name}", remedy="state it as K3's config.json does")
+        heads = body.get("num_key_value_heads")
+        if heads not in (None, config.num_attention_heads):
+            raise ConfigError(f"this decoder gives each of its {config.num_attention_heads} heads keys and values of its own",
+                              field=f"{path}: num_key_value_heads", value=heads, remedy="use a checkpoint of K3's architecture")
+        return config
 
     def save(self, directory: str | Path, quantisation: Quantisation = Quantisation.NONE) -> None:
         """Write `config.json`, whole or not at all, of a checkpoint whose routed experts are stored as `quantisation` says."""

@@ -88,6 +88,28 @@ def test_a_wrong_or_unsupported_field_is_refused_by_name_and_remedy(tmp_path: Pa
     assert refused.value.remedy
 
 
+@pytest.mark.parametrize(("change", "says"), [
+    ({"moe_layer_freq": 2}, "moe_layer_freq"), ({"attention_bias": True}, "attention_bias"), ({"num_key_value_heads": 1}, "num_key_value_heads"),
+    ({"activation_situ_linear_beta": None}, "activation_situ_linear_beta"), ({"attn_res_block_size": None}, "attn_res_block_size"),
+])
+def test_what_the_release_would_compute_otherwise_is_refused(tmp_path: Path, change: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        K3Config.load(written(tmp_path, {**small().model_dump(mode="json"), **change}))
+
+
+@pytest.mark.parametrize("left_out", [
+    "attn_res_block_size", "mla_use_output_gate", "latent_moe_use_norm", "activation_situ_beta", "activation_situ_linear_beta", "gate_lower_bound",
+    "use_full_rank_gate",
+])
+def test_a_field_whose_absence_is_another_model_has_to_be_stated(tmp_path: Path, left_out: str) -> None:
+    """Kimi-Linear's files are of the same model_type, have none of these, and would run here with K3's bounds on gates that have none."""
+    body = small().model_dump(mode="json")
+    K3Config.load(written(tmp_path, body))
+    (body if left_out in body else body["linear_attn_config"]).pop(left_out)
+    with pytest.raises(ConfigError, match=f"{left_out}.*left out|left out.*{left_out}"):
+        K3Config.load(written(tmp_path, body))
+
+
 def test_a_missing_file_and_a_damaged_one_say_where(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no config\.json here"):
         K3Config.load(tmp_path)
