@@ -25,23 +25,18 @@ _LOOK_S = 1.0  # how often a thread that waits looks whether the loop it waits f
 
 
 class HandingIn:
-    """`keep`: remember the tensors that come whole, for who needs the policy beside the store."""
-
-    def __init__(self, draft: Draft, *, keep: bool = False) -> None:
-        self._draft, self._keep = draft, keep
+    def __init__(self, draft: Draft) -> None:
+        self._draft = draft
         self._loop = asyncio.get_running_loop()
         self._arrived = asyncio.Event()
         self._items: deque[tuple[str, Emitted]] = deque()
         self._changed = threading.Condition()
         self._held = 0
         self._last = self._ended = False
-        self.kept: dict[str, torch.Tensor] = {}
 
     def emit(self, name: str, content: Emitted) -> None:
         """`content`: contiguous on the CPU, and nobody else's."""
         size = _size(content)
-        if self._keep and isinstance(content, torch.Tensor):
-            self.kept[name] = content
         with self._changed:
             while self._held and self._held + size > ROOM_BYTES and not self._gone:
                 self._changed.wait(_LOOK_S)

@@ -2,7 +2,8 @@
 
 All that is said of one group's end goes to one subject, each by compare-and-set on what was there: `Taken` before a step, then
 exactly one `OutcomeEvent`. So two learners that both believe to own the run cannot both end a group, and a batch whose groups are
-taken cannot lose one of them before its version is published. What another has written first is returned, and is the truth.
+taken cannot lose one of them before its version is published. What another has written first is returned, and is the truth. What the divergence watch says
+is of no group, and ends nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import structlog
 from driftline.messages.bus import Bus, Stored
 from driftline.messages.errors import HeadConflict
 from driftline.messages.subjects import Subjects
-from driftline.messages.types import Group, Message, OutcomeEvent, Retried, Taken
+from driftline.messages.types import Divergence, Group, Message, OutcomeEvent, Retried, Taken
 from driftline.services.publishing import publish_patiently
 
 __all__ = ["LedgerPen"]
@@ -73,6 +74,11 @@ class LedgerPen:
         await publish_patiently(self._bus, self._subjects.retried(group.group, group.attempt), event,
                                 id=f"{self._run}/retried/{group.group}/{group.attempt}", wait_s=self._full_wait_s)
         await self.requeue(group)
+
+    async def note(self, event: Divergence) -> None:
+        """What the divergence watch said; a second time changes nothing."""
+        await publish_patiently(self._bus, self._subjects.divergence(event.version, event.signal.value), event,
+                                id=f"{self._run}/divergence/{event.version}/{event.signal.value}/{event.level.value}/{self.epoch}", wait_s=self._full_wait_s)
 
     async def requeue(self, group: Group) -> None:
         """Queue an attempt; a second time changes nothing."""

@@ -4,25 +4,36 @@ The commit, in this order: the batch on record, its groups taken in the ledger, 
 the record), the head by compare-and-set, the outcomes, the acknowledgements. A learner that dies between any two resumes from the head: what the manifest names
 is ended as trained and never trained again, the rest is delivered again. Optimizer state is written beside the training; what a crash cost of it is recomputed
 from the record (`recovery`). One learner at a time (`ownership`); one that was replaced can neither move the head nor end a group that is being trained on.
+A batch on which learner and rollout are too far apart (`watch`) is not trained on, and ends the run as failed at the version before it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 from pathlib import Path
 
 import structlog
-import torch
 
 from driftline.messages.bus import Bus, Delivery
 from driftline.messages.dead_letters import follow_dead, group_of
 from driftline.messages.errors import DriftlineError, IntegrityError
 from driftline.messages.recording import store_batch, store_version
 from driftline.messages.subjects import Subjects
-from driftline.messages.types import Admitted, Graded, Outcome, OutcomeEvent, Retried, RunFinished
+from driftline.messages.types import (
+    Admitted,
+    Divergence,
+    DivergenceLevel,
+    Graded,
+    Outcome,
+    OutcomeEvent,
+    Retried,
+    RunFinished,
+)
+from driftline.models.mlp import route_shape
+from driftline.models.routes import RouteShape
 from driftline.policy_store.blobs import BlobStore
 from driftline.policy_store.digests import digest_state
 from driftline.policy_store.manifest import Manifest
@@ -34,7 +45,6 @@ from driftline.services.config import Config
 from driftline.services.learner.assembler import Arrival, Assembler, Batch
 from driftline.services.learner.checkpoints import Checkpointer, CheckpointFiles
 from driftline.services.learner.determinism import compute_deterministically
-from driftline.services.learner.drift_metrics import Drift
 from driftline.services.learner.handing_in import HandingIn
 from driftline.services.learner.held import HeldMembers
 from driftline.services.learner.ledger import LedgerPen
@@ -43,8 +53,10 @@ from driftline.services.learner.ownership import Ownership
 from driftline.services.learner.probe import NumericsProbe
 from driftline.services.learner.records import records_of
 from driftline.services.learner.recovery import How, recover
+from driftline.services.learner.route_replay import check_routes
 from driftline.services.learner.start_files import start_files
 from driftline.services.learner.trainer import StepReport, Trainer
+from driftline.services.learner.watch import StepDrift, Watch, halted_because, rules_of, watch_values
 from driftline.services.policy_model import build_model, policy_torch_dtype
 from driftline.services.publishing import pull_patiently
 from driftline.services.runtime import run_topology
@@ -101,6 +113,11 @@ class LearnerService:
         self._failed_in_a_row = 0
         self._poison: list[tuple[str, str]] = []
         self._probe: NumericsProbe | None = None
+        self._rules = rules_of(config.watch)
+        self._watch = Watch(self._run, self._rules)
+        self._unsaid: list[Divergence] = []
+        self._halted: Divergence | None = None
+        self._routes: RouteShape | None = None
 
     async def run(self) -> None:
         """Train until `run.steps` versions exist or the time limit is over, then declare the run finished."""
@@ -127,6 +144,7 @@ class LearnerService:
                     # The epoch: a run that was reopened may end at the same version again, and must be heard.
                     id = f"{self._run}/finished/{end.version}/{self._pen.epoch}"
                     await self._bus.publish(self._subjects.finished, end, id=id)
+                    await self._tell()
                 await self._finish(end)
                 await self._checkpoints.last(trainer, self.head, self._digest)
                 for helper in helpers:
@@ -140,9 +158,12 @@ class LearnerService:
         learner = self._config.learner
         compute_deterministically(learner.device)
         model = await asyncio.to_thread(build_model, self._config, device=learner.device, threads=learner.threads)
-        trainer = Trainer(model, learner, dtype=policy_torch_dtype(self._config))
+        trainer = Trainer(model, learner, dtype=policy_torch_dtype(self._config), count_flips=self._rules.count_flips)
         if learner.probe_members:
-            self._probe = NumericsProbe(model, members=learner.probe_members, keep=self._config.run.max_lag + 1, replay=learner.router_replay)
+            self._probe = NumericsProbe(model, members=learner.probe_members, keep=self._config.run.max_lag + 1, replay=learner.router_replay,
+                                        count_flips=self._rules.count_flips, dtype=trainer.dtype)
+        if learner.router_replay:
+            self._routes = route_shape(model)
         self._layouts = trainer.layouts()
         head = await self._writer.resume(fence=str(self._pen.epoch))
         if head is None:
@@ -153,15 +174,15 @@ class LearnerService:
         weights = from_host(await self._writer.base())
         found = await recover(trainer, manifest, weights, self._bus, self._files)
         self._optimizer, self._checkpoints.durable = found.how.value, found.start
-        self._remember(head.version, weights)
+        await self._remember(head.version, trainer)
         log.log(30 if found.how in (How.FRESH, How.INEXACT) else 20, "resumed", version=head.version, optimizer=found.how,
                 checkpoint=found.start, steps_recomputed=found.steps, **({"cause": found.cause} if found.cause else {}))
         await store_version(self._bus, manifest.recorded)
         return trainer
 
-    def _remember(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+    async def _remember(self, version: int, trainer: Trainer) -> None:
         if self._probe is not None:
-            self._probe.remember(version, tensors)
+            await asyncio.to_thread(self._probe.remember_model, version, trainer.model)
 
     async def _follow_ledger(self) -> None:
         async with aclosing(self._bus.follow(self._ledger, self._subjects.ledger)) as events:  # type: ignore[type-var]
@@ -222,6 +243,13 @@ class LearnerService:
         if not isinstance(graded, Graded):
             await delivery.dead_letter(f"expected a graded trajectory, got {type(graded).__name__}")
             return
+        try:
+            if self._routes is not None:
+                check_routes(graded.trajectory, self._routes)
+        except IntegrityError as error:  # it would fail every step it is in; its group cannot be complete without it
+            self._poison.append((graded.trajectory.group, f"dead-lettered: {error}"))
+            await delivery.dead_letter(str(error))
+            return
         match self.assembler.arrive(graded):
             case Arrival.ACCEPTED | Arrival.DUPLICATE:
                 # A duplicate may be the held message again: it is acknowledged with the first, when the group has ended.
@@ -256,6 +284,8 @@ class LearnerService:
                 continue
             waited = time.monotonic() - waiting_since
             await self._step(trainer, batch, waited)
+            if self._halted is not None:
+                return self._finished(halted_because(self._halted), failed=True)
             waiting_since = time.monotonic()
         return self._finished(f"{run.steps} versions produced")
 
@@ -312,13 +342,21 @@ class LearnerService:
             return
         skipped = trainer.skipped
         async with self._writer.draft(self._layouts, version=version, learner_step=version) as draft:
-            handing = HandingIn(draft, keep=self._probe is not None)
+            handing = HandingIn(draft)
             async with asyncio.TaskGroup() as tasks:
                 recording = tasks.create_task(store_batch(self._bus, self._run, records_of(self._run, batch), version))
                 tasks.create_task(handing.run())
                 numerics = await asyncio.to_thread(self._probe.measure, batch) if self._probe is not None else None
-                report = await asyncio.to_thread(trainer.step, batch, handing.emit)
+                gate = self._watch.gate(version, numerics)
+                report = await asyncio.to_thread(trainer.step, batch, handing.emit, allow=gate)
                 handing.close()
+            self._unsaid += gate.verdict.events
+            if gate.verdict.halt is not None:  # its groups end with the run, which is said before the ledger hears why: no crash in between trains them
+                draft.discard()
+                self.assembler.release(batch)
+                self._halted = gate.verdict.halt
+                return
+            await self._tell()
             if trainer.skipped > skipped:
                 draft.discard()
                 await self._refuse(batch, report)
@@ -327,11 +365,21 @@ class LearnerService:
             stepped = time.monotonic()
             manifest = await draft.commit(
                 consumed=batch.consumed, numerics=numerics_facts(self._config, self._optimizer), batch=recording.result())
-        await self._published(manifest, await self._whole(trainer, manifest) if trainer.by_changes else handing.kept)
+        await self._published(manifest, trainer)
+        await self._verify(manifest, trainer)
         publish_s = time.monotonic() - stepped
         await self._end(self.assembler.commit(batch, version, now=time.time()))
         await self._checkpoints.after(trainer, version, manifest.digest)
         await self._measure(report, numerics, manifest, version, waited, time.monotonic() - began, publish_s)
+
+    async def _tell(self) -> None:
+        """Log what the watch said, and write it into the ledger."""
+        while self._unsaid:
+            event = self._unsaid.pop(0)
+            level = {DivergenceLevel.CLEARED: 20, DivergenceLevel.ALARM: 30, DivergenceLevel.HALT: 40}[event.level]
+            log.log(level, "learner and rollout are too far apart" if level > 20 else "learner and rollout are close again", level=event.level.value,
+                    signal=event.signal.value, version=event.version, value=event.value, limit=event.limit, tokens=event.tokens, in_a_row=event.steps)
+            await self._pen.note(event)
 
     async def _refuse(self, batch: Batch, report: StepReport) -> None:
         """A gradient that is not finite changed nothing; its groups end as failed, so that they are not tried for ever."""
@@ -356,25 +404,23 @@ class LearnerService:
         tensors = await asyncio.to_thread(trainer.state)
         manifest = await self._writer.publish(
             to_host(tensors), version=0, learner_step=0, numerics=numerics_facts(self._config, self._optimizer))
-        await self._published(manifest, tensors)
+        await self._published(manifest, trainer)
 
-    async def _whole(self, trainer: Trainer, manifest: Manifest) -> Mapping[str, torch.Tensor]:
-        """A device hands out changes only. The probe wants the whole policy, and now and then the changes are held to it: readers check
-        what they read against the manifest, and only here can it be seen that the manifest is of other weights than the learner's."""
-        due = manifest.version % VERIFY_EVERY == 1
-        if self._probe is None and not due:
-            return {}
+    async def _verify(self, manifest: Manifest, trainer: Trainer) -> None:
+        """A device hands out changes only. Now and then they are held to the whole policy: readers check what they read against the
+        manifest, and only here can it be seen that the manifest is of other weights than the learner's."""
+        if not trainer.by_changes or manifest.version % VERIFY_EVERY != 1:
+            return
         tensors = await asyncio.to_thread(trainer.state)
-        if due and (found := await digest_state(await asyncio.to_thread(to_host, tensors))) != manifest.digest:
+        if (found := await digest_state(await asyncio.to_thread(to_host, tensors))) != manifest.digest:
             raise IntegrityError(f"the learner's weights have digest {found}", field=f"digest of version {manifest.version}",
                                  value=manifest.digest, remedy="what changed was found wrongly on the device: do not use this run's policies")
-        return tensors
 
-    async def _published(self, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> None:
+    async def _published(self, manifest: Manifest, trainer: Trainer) -> None:
         """The head has moved: the word on record, and what the probe needs."""
         self.head, self._digest, self._optimizer = manifest.version, manifest.digest, "continued"
         await store_version(self._bus, manifest.recorded)
-        self._remember(manifest.version, tensors)
+        await self._remember(manifest.version, trainer)
 
     async def _end(self, events: Sequence[OutcomeEvent]) -> None:
         """Write outcomes, then acknowledge what their groups held. Safe to repeat: the ledger keeps the first."""
@@ -390,7 +436,7 @@ class LearnerService:
             self._room.set()
 
     async def _measure(
-        self, report: StepReport, numerics: Drift | None, manifest: Manifest, version: int, waited: float, step_s: float, publish_s: float
+        self, report: StepReport, numerics: StepDrift | None, manifest: Manifest, version: int, waited: float, step_s: float, publish_s: float
     ) -> None:
         stats = self._writer.stats
         assert stats is not None
@@ -399,10 +445,11 @@ class LearnerService:
             "full_bytes": float(stats.bytes_full), "changed_share": stats.changed_share, "encode_s": stats.encode_s,
             "upload_s": stats.upload_s,
         }
-        same_weights = {} if numerics is None else {
-            "k3_lag0": numerics.k3, "bitwise_equal": numerics.bitwise_equal, "max_abs_lag0": numerics.max_abs, "tokens_lag0": float(numerics.tokens),
+        same = None if numerics is None else numerics.drift.all
+        same_weights = {} if same is None else {
+            "k3_lag0": same.k3, "bitwise_equal": same.bitwise_equal, "max_abs_lag0": same.max_abs, "tokens_lag0": float(same.tokens),
         }
-        values = {**report.values, **same_weights, **sizes, "wait_s": waited, "step_s": step_s, "publish_s": publish_s, "version": float(version),
+        values = {**report.values, **same_weights, **watch_values(report.drift, numerics, self._watch.state), **sizes, "wait_s": waited, "step_s": step_s, "publish_s": publish_s, "version": float(version),
                   "ready_groups": float(self.assembler.ready_groups), "held_bytes": float(self.assembler.held_bytes),
                   "checkpoint_lag": float(version - self._checkpoints.durable), "checkpoint_wait_s": self._checkpoints.waited_s}
         log.info("version published", version=version, reward=round(report.values["reward_train"], 4),

@@ -19,6 +19,7 @@ may come out a little below zero: both parts are means over samples, and `stalen
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -28,8 +29,9 @@ from driftline.messages.errors import ConfigError
 from driftline.messages.types import Divergence, DivergenceLevel, DivergenceSignal
 from driftline.models.flips import Flips
 from driftline.services.learner.drift_metrics import Drift, DriftReport
+from driftline.services.learner_config import WatchConfig
 
-__all__ = ["Limits", "Reading", "Split", "StepDrift", "Verdict", "WatchRules", "WatchState", "halted_because", "judge", "readings", "split", "watch_values"]
+__all__ = ["Gate", "Limits", "Reading", "Split", "StepDrift", "Verdict", "Watch", "WatchRules", "WatchState", "halted_because", "judge", "readings", "rules_of", "split", "watch_values"]
 
 
 @dataclass(frozen=True)
@@ -57,11 +59,12 @@ _DEFAULT: Mapping[DivergenceSignal, Limits] = MappingProxyType({
 @dataclass(frozen=True)
 class WatchRules:
     """`limits` of each signal that is watched; `in_a_row` judged steps over a limit before it acts, and below the alarm's before that is over; `min_tokens` a
-    reading must stand on. Raises ConfigError for limits that could not act as meant."""
+    reading must stand on. `count_flips`: have the routers' own choices compared with the replayed ones. Raises ConfigError for limits that could not act as meant."""
 
     limits: Mapping[DivergenceSignal, Limits] = field(default_factory=lambda: _DEFAULT)
-    min_tokens: int = 256
+    min_tokens: int = 128
     in_a_row: int = 3
+    count_flips: bool = False
 
     def __post_init__(self) -> None:
         for name, number in (("min_tokens", self.min_tokens), ("in_a_row", self.in_a_row)):
@@ -74,6 +77,14 @@ class WatchRules:
             if limits.alarm is not None and limits.halt is not None and limits.halt < limits.alarm:
                 raise ConfigError(f"the run would end before the alarm at {limits.alarm:g}", field=f"watch.{signal.value}_halt", value=limits.halt,
                                   remedy="give a halt level of at least the alarm's")
+
+
+def rules_of(config: WatchConfig) -> WatchRules:
+    """The rules that a run file's `[watch]` describes; 0 there is None here."""
+    limits = {
+        signal: Limits(getattr(config, f"{signal.value}_alarm") or None, getattr(config, f"{signal.value}_halt") or None) for signal in DivergenceSignal
+    }
+    return WatchRules({signal: limit for signal, limit in limits.items() if limit != Limits()}, config.min_tokens, config.in_a_row, config.count_flips)
 
 
 class Reading(NamedTuple):
@@ -228,3 +239,32 @@ def halted_because(event: Divergence) -> str:
     what = {DivergenceSignal.FLIPS: "share of flipped routes", DivergenceSignal.EXTREME: "share of extreme tokens"}.get(event.signal, f"k3 of {event.signal.value}")
     return (f"divergence: {what} {event.value:.3g} over {event.limit:.3g} (watch.{event.signal.value}_halt) in {event.steps} steps in a row; "
             f"the batch for version {event.version} was not trained on")
+
+
+class Watch:
+    """The watch of one learner's life: the state between its steps. What a row had reached is forgotten with the process."""
+
+    def __init__(self, run: str, rules: WatchRules) -> None:
+        self._run, self._rules = run, rules
+        self.state = WatchState()
+
+    def gate(self, version: int, same_weights: StepDrift | None) -> Gate:
+        """For the step that is to make `version`; `same_weights` is what the probe found on its batch."""
+        return Gate(self, version, same_weights)
+
+    def judge(self, step: StepDrift, same_weights: StepDrift | None, version: int) -> Verdict:
+        verdict = judge(self._rules, self.state, readings(step, same_weights), run=self._run, version=version, at=time.time())
+        self.state = verdict.state
+        return verdict
+
+
+class Gate:
+    """Whether one step may be taken; called with its distances between its last backward pass and the optimizer, perhaps in another thread."""
+
+    def __init__(self, watch: Watch, version: int, same_weights: StepDrift | None) -> None:
+        self._watch, self._version, self._same_weights = watch, version, same_weights
+        self.verdict = Verdict(watch.state)
+
+    def __call__(self, step: StepDrift) -> bool:
+        self.verdict = self._watch.judge(step, self._same_weights, self._version)
+        return self.verdict.halt is None

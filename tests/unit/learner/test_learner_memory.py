@@ -51,10 +51,10 @@ async def test_at_its_limit_the_learner_stops_pulling_and_goes_on_when_a_step_is
     entered, go = threading.Event(), threading.Event()
     step = Trainer.step
 
-    def slow(self: Trainer, batch: object, emit: object = None) -> object:
+    def slow(self: Trainer, batch: object, emit: object = None, **more: object) -> object:
         entered.set()
         assert go.wait(100)
-        return step(self, batch, emit)  # type: ignore[arg-type]
+        return step(self, batch, emit, **more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Trainer, "step", slow)
     async with MemoryBus() as bus:

@@ -45,7 +45,7 @@ from driftline.policy_store.manifest import PolicyHead
 from driftline.policy_store.tensor import state_digest
 from driftline.services.learner import service as learner_service
 from driftline.services.learner.assembler import Batch
-from driftline.services.learner.trainer import Emit, StepReport, Trainer
+from driftline.services.learner.trainer import Allow, Emit, StepReport, Trainer
 from driftline.services.runtime import run_topology
 
 
@@ -66,9 +66,9 @@ def lags(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     seen: list[int] = []
     real = Trainer.step
 
-    def step(trainer: Trainer, batch: Batch, emit: Emit | None = None) -> StepReport:
+    def step(trainer: Trainer, batch: Batch, emit: Emit | None = None, *, allow: Allow | None = None) -> StepReport:
         seen.append(batch.lag)
-        return real(trainer, batch, emit)
+        return real(trainer, batch, emit, allow=allow)
 
     monkeypatch.setattr(Trainer, "step", step)
     return seen
@@ -268,7 +268,7 @@ class Poison:
         real = Trainer._update
 
         def update(trainer: Trainer, emit: Emit | None) -> float:
-            gradient = trainer.parameters[0].grad
+            gradient = trainer.masters[0].grad
             assert gradient is not None
             if self.on:
                 gradient.view(-1)[0] = float("nan")

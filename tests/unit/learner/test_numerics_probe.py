@@ -42,8 +42,8 @@ def test_each_member_is_measured_under_the_version_that_sampled_it() -> None:
     _, probe, batch = two_versions()
     found = probe.measure(batch)
     assert found is not None
-    assert found.tokens == sum(int(t.action_mask.sum()) for t in batch.trajectories)
-    assert found.k3 < 1e-10
+    assert found.drift.all.tokens == sum(int(t.action_mask.sum()) for t in batch.trajectories)
+    assert found.drift.all.k3 < 1e-10
 
 
 def test_a_remembered_policy_that_is_not_the_one_shows() -> None:
@@ -51,7 +51,7 @@ def test_a_remembered_policy_that_is_not_the_one_shows() -> None:
     probe.remember(0, export_state(small_model(9)))
     found = probe.measure(batch)
     assert found is not None
-    assert found.k3 > 1e-6
+    assert found.drift.all.k3 > 1e-6
 
 
 def test_members_of_more_than_one_version_are_left_out() -> None:
@@ -62,8 +62,8 @@ def test_members_of_more_than_one_version_are_left_out() -> None:
     found = probe.measure(Batch(1, (BatchGroup(first.group, torn, ()),)))
     assert long
     assert found is not None
-    assert found.tokens == sum(int(m.trajectory.action_mask.sum()) for m in first.members if m not in long)
-    assert found.k3 < 1e-10
+    assert found.drift.all.tokens == sum(int(m.trajectory.action_mask.sum()) for m in first.members if m not in long)
+    assert found.drift.all.k3 < 1e-10
 
 
 def test_the_number_of_members_is_bounded_and_zero_turns_it_off() -> None:
@@ -74,7 +74,7 @@ def test_the_number_of_members_is_bounded_and_zero_turns_it_off() -> None:
         probe.remember(0, trainer.state())
         found = probe.measure(batch)
         first = batch.trajectories[:members]
-        assert (0 if found is None else found.tokens) == sum(int(t.action_mask.sum()) for t in first)
+        assert (0 if found is None else found.drift.all.tokens) == sum(int(t.action_mask.sum()) for t in first)
 
 
 def test_measuring_changes_neither_the_trained_model_nor_its_gradient() -> None:
@@ -96,4 +96,4 @@ def test_a_recorded_probability_that_is_wrong_shows() -> None:
         lied.append(grade(t.model_copy(update={"logprobs": off})))
     found = probe.measure(Batch(0, (BatchGroup(asked, tuple(lied), ()),)))
     assert found is not None
-    assert abs(found.k3 - 0.01**2 / 2) < 1e-6
+    assert abs(found.drift.all.k3 - 0.01**2 / 2) < 1e-6

@@ -173,7 +173,7 @@ def test_the_probe_compares_under_the_version_that_sampled() -> None:
     trainer.step(batch)
     found = probe.measure(Batch(1, batch.groups))
     assert found is not None
-    assert found.k3 < 1e-10
+    assert found.drift.all.k3 < 1e-10
     probe.remember(1, trainer.state())
     probe.remember(2, trainer.state())
     assert probe.measure(batch) is None  # version 0 is forgotten
