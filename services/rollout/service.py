@@ -23,6 +23,8 @@ from driftline.messages.bus import Bus, Delivery
 from driftline.messages.errors import BrokerUnavailable, DriftlineError, PayloadTooLarge
 from driftline.messages.subjects import ConsumerSpec, Subjects
 from driftline.messages.types import Group, OutcomeEvent, Trajectory
+from driftline.models.mlp import route_shape
+from driftline.models.tokenizers.loading import load_tokenizer
 from driftline.policy_store.blobs import BlobStore
 from driftline.policy_store.reader import PolicyReader
 from driftline.services.config import Config, PolicyUpdate
@@ -34,6 +36,7 @@ from driftline.services.rollout.quarantine import Quarantine, is_infrastructure
 from driftline.services.rollout.updates import Updates
 from driftline.services.rollout.weights import EngineWeights, Staged, WeightCounts, parameters_of
 from driftline.services.runtime import finished, run_topology
+from driftline.services.starting import starting_place
 from driftline.services.telemetry import Reporter
 from driftline.services.tensors import from_host
 
@@ -127,8 +130,9 @@ class RolloutService:
         rollout, policy = self._config.rollout, self._policy
         model = await asyncio.to_thread(build_model, self._config, device=rollout.device, threads=rollout.threads)
         await policy.first()
-        engine = Engine(model, version=policy.version, max_batch=rollout.max_batch, name=f"rollout-{self.instance}",
-                        record_routes=self._config.learner.router_replay)
+        tokenizer = await asyncio.to_thread(load_tokenizer, starting_place(self._config))
+        engine = Engine(model, version=policy.version, max_batch=rollout.max_batch, name=f"rollout-{self.instance}", tokenizer=tokenizer,
+                        record_routes=self._config.learner.router_replay and route_shape(model) is not None)
         await asyncio.to_thread(engine.load, policy.version, from_host(policy.state))
         weights = EngineWeights(parameters_of(model), counts=self.carried)
         self._engine = engine
