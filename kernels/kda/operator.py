@@ -2,7 +2,8 @@
 
 CUDA tensors in bfloat16 with heads of 128 channels take the kernels (`forward.py`, differentiable by `autograd.py`); everything else takes the
 torch functions of `reference.py` and `chunk.py`, composed, in fp32 or wider and differentiable by torch. The choice looks at devices, dtypes and shapes,
-and one token a row without gradients, a step of decoding, takes the recurrence's kernel as it takes the recurrence on the CPU.
+and one token a row without gradients, a step of decoding, takes the recurrence's kernel as it takes the recurrence on the CPU. In deterministic mode every
+number of tokens takes the recurrence (`sequential.py`, `kda_decode/sequence.py`), with the chunks' gradient.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def kda(
     given = (q, k, v, z, beta, a_log, dt_bias, initial_state)
     narrow = q.dtype == k.dtype == v.dtype == torch.bfloat16 and z.dtype in _KERNEL_GATES and beta.dtype in _KERNEL_GATES
     if narrow and q.shape[-1] == v.shape[-1] == WIDTH and runs_triton(*given, cu_seqlens):
-        if q.shape[1] == 1 and cu_seqlens is None and not torch.is_grad_enabled():
+        if q.shape[1] == 1 and cu_seqlens is None and not torch.is_grad_enabled() and not deterministic():
             return _one_token(q, k, v, z, beta, a_log, dt_bias, lower_bound, initial_state)
         from driftline.kernels.kda.autograd import kda_by_kernels
 

@@ -7,6 +7,7 @@ from functools import cache
 import pytest
 import torch
 
+from driftline.kernels.kda_decode import sequence
 from driftline.kernels.kda_decode import triton as kernels
 from driftline.kernels.kda_decode.window import Window
 from driftline.kernels.offline import SHARED_LIMIT, CompiledKernel, compiling_for
@@ -105,3 +106,18 @@ def test_an_item_is_waited_for_once_and_no_raw_row_is_loaded_then(kind: str, tok
     assert "LDG.E.64" not in sass
     wait = sass.index("DEPBAR.LE SB0, 0x0")
     assert wait < sass.index("LDGSTS", wait) < sass.index("STG.E.128")
+
+
+@pytest.mark.parametrize("window", sequence.WINDOWS)
+def test_whole_sequences_keep_their_state_in_registers_and_spill_nothing(window: int) -> None:
+    steps = 300
+    q, k, v, z = (rows(4, steps) for _ in range(4))
+    weights = empty(HEADS, dtype=torch.float32), empty(HEADS * DIM, dtype=torch.float32)
+    with compiling_for(90) as found:
+        sequence.kda_sequence(q, k, v, z, empty(4, steps, HEADS), *weights, -5.0, None, None, window)
+    (kernel,) = found
+    assert kernel.grid == (4 * HEADS,)
+    assert kernel.warps == 4
+    assert kernel.stack == 0
+    assert 2 * kernel.registers * kernel.warps * 32 <= REGISTERS
+    assert 2 * kernel.shared <= SHARED_LIMIT
