@@ -10,14 +10,18 @@ import torch
 from learning_samples import batch_of, grade, group, sample, small_model
 
 from driftline.kernels.mode import Numerics, using
+from driftline.models.causal_lm import CausalLM
+from driftline.models.dense.config import DenseConfig
 from driftline.models.logprob import token_logprobs
 from driftline.models.lora import add_lora
 from driftline.models.model import K3ForCausalLM
+from driftline.models.random_weights import random_model
 from driftline.models.state import policy_dtype
 from driftline.policy_store.forms import Changes
 from driftline.services.config import LearnerConfig
 from driftline.services.learner.assembler import Batch, BatchGroup
 from driftline.services.learner.gradients import summed_into
+from driftline.services.learner.micro_batches import by_tokens
 from driftline.services.learner.objective import LossOutput
 from driftline.services.learner.shared_prompts import forward_groups
 from driftline.services.learner.trainer import Emitted, Trainer
@@ -26,31 +30,61 @@ from driftline.services.learner.watch import StepDrift
 torch.set_num_threads(1)
 CONFIG = LearnerConfig(lr=1e-2, eps_low=0.2, eps_high=0.2, micro_batch_groups=8, grad_clip=1e9)
 
+DENSE = DenseConfig.of({
+    "model_type": "llama", "vocab_size": 264, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "max_position_embeddings": 512, "tie_word_embeddings": True, "hidden_act": "silu",
+}, "here")
 
-def in_policy_dtype(model: K3ForCausalLM, dtype: torch.dtype = torch.bfloat16) -> K3ForCausalLM:
+
+def in_policy_dtype(model: CausalLM, dtype: torch.dtype = torch.bfloat16) -> CausalLM:
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.to(policy_dtype(name, dtype))
     return model
 
 
-def trained(changes: dict[str, Any], *, model: Callable[[], K3ForCausalLM] = small_model, batch: Batch | None = None) -> tuple[dict[str, float], torch.Tensor]:
+def trained(changes: dict[str, Any], *, model: Callable[[], CausalLM] = small_model, batch: Batch | None = None) -> tuple[dict[str, float], torch.Tensor]:
     """(values of one step, its gradient)."""
     trainer = Trainer(model(), CONFIG.model_copy(update=changes))
     values = dict(trainer.step(batch or batch_of(small_model())).values)
     return values, torch.cat([m.grad.flatten() for m in trainer.masters if m.grad is not None])
 
 
+def small_dense() -> CausalLM:
+    return random_model(DENSE, dtype=torch.float32)
+
+
 def near(a: torch.Tensor, b: torch.Tensor, relative: float) -> bool:
     return float((a - b).norm()) < relative * float(b.norm())
 
 
+@pytest.mark.parametrize("model", [small_model, small_dense])
 @pytest.mark.parametrize("budget", [8, 40, 64, 4096])
-def test_packs_of_any_budget_give_the_gradient_of_the_padded_batch(budget: int) -> None:
-    values, gradient = trained({"micro_batch_tokens": budget})
-    wanted, exact = trained({})
+def test_packs_of_any_budget_give_the_gradient_of_the_padded_batch(budget: int, model: Callable[[], CausalLM]) -> None:
+    batch = batch_of(model())
+    values, gradient = trained({"micro_batch_tokens": budget}, model=model, batch=batch)
+    wanted, exact = trained({}, model=model, batch=batch)
     assert near(gradient, exact, 1e-5)
     for name in ("loss", "k3", "entropy", "ratio_mean", "tokens_trained", "sequences_trained"):
         assert values[name] == pytest.approx(wanted[name], rel=1e-4, abs=1e-6), name
+
+
+@pytest.mark.parametrize("model", [small_model, small_dense])
+def test_in_deterministic_mode_a_token_has_the_same_bits_packed_and_padded(model: Callable[[], CausalLM]) -> None:
+    made = model()
+    batch = batch_of(made)
+
+    def equal() -> bool:
+        packed, padded = (forward_groups(made, batch.groups, packed=p).logp for p in (True, False))
+        alone = torch.cat([forward_groups(made, part.groups, packed=True).logp for part in by_tokens(batch.groups, 1)])
+        order = [number for part in by_tokens(batch.groups, 1) for number in part.numbers]
+        rows = [int(t.action_mask.sum()) for t in batch.trajectories]
+        whole = packed.split(rows)
+        return torch.equal(packed, padded) and torch.equal(torch.cat([whole[n] for n in order]), alone)
+
+    with using(Numerics.DETERMINISTIC):
+        assert equal()
+    with using(Numerics.FAST):
+        assert not equal()
 
 
 def test_a_pack_has_the_log_probabilities_of_whole_sequences_and_of_the_padded_form() -> None:
@@ -82,9 +116,9 @@ def test_another_group_of_the_pack_changes_no_bit_of_ours() -> None:
     assert not torch.equal(ours.logp[ours.sequence >= 4][:4], theirs.logp[theirs.sequence >= 4][:4])
 
 
-@pytest.mark.parametrize("model", [small_model, lambda: in_policy_dtype(small_model())])
+@pytest.mark.parametrize("model", [small_model, lambda: in_policy_dtype(small_model()), small_dense, lambda: in_policy_dtype(small_dense())])
 @pytest.mark.parametrize("budget", [0, 40])
-def test_layers_that_are_run_again_give_the_same_step(model: Callable[[], K3ForCausalLM], budget: int) -> None:
+def test_layers_that_are_run_again_give_the_same_step(model: Callable[[], CausalLM], budget: int) -> None:
     kept, again = (trained({"recompute": how, "micro_batch_tokens": budget}, model=model) for how in ("none", "layers"))
     assert torch.equal(kept[1], again[1])
     assert {**kept[0], "train_s": 0} == {**again[0], "train_s": 0}

@@ -6,6 +6,7 @@ import pytest
 import torch
 from model_cases import random_model, random_tokens, small
 
+from driftline.kernels.mode import Numerics, using
 from driftline.models.cache import Cache, KdaState, MlaRows
 from driftline.models.causal_lm import CausalLM
 from driftline.models.packed import Packed, moved
@@ -147,3 +148,22 @@ def test_the_padded_form_and_the_packed_one_are_moves_of_one_another() -> None:
     assert packed.sequence.tolist() == [0] * 5 + [2] + [3] * 17 + [4] * 3
     assert packed.offset.tolist() == [*range(5), 0, *range(17), *range(3)]
     assert moved(torch.ones(0, 2), torch.tensor([-1]), torch.empty(0, dtype=torch.int64), 3.0).tolist() == [[3.0, 3.0]]
+
+
+@pytest.mark.parametrize("continued", [False, True])
+def test_in_deterministic_mode_packed_padded_and_alone_are_the_same_bits(continued: bool) -> None:
+    model = random_model(dtype=torch.float32)
+    tokens, packed = packed_tokens()
+    cache = prefixes(model) if continued else None
+
+    def forms() -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """(packed, padded, alone) of each sequence that has tokens."""
+        together = parts(model(tokens, cache=cache, packed=packed).hidden, packed)
+        padded = model(packed.padded(tokens[0]), lengths=packed.lengths_s, cache=cache).hidden
+        return [(hidden, padded[row, : len(mine)], model(mine[None], cache=row_of(cache, row)).hidden[0])
+                for row, (hidden, mine) in enumerate(zip(together, parts(tokens, packed), strict=True)) if len(mine)]
+
+    with torch.no_grad(), using(Numerics.DETERMINISTIC):
+        assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in forms())
+    with torch.no_grad(), using(Numerics.FAST):
+        assert not all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in forms())
