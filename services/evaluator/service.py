@@ -20,6 +20,8 @@ from driftline.messages.bus import Bus
 from driftline.messages.subjects import Subjects
 from driftline.messages.types import EvalResult, Group, Sampling, Task
 from driftline.models.causal_lm import CausalLM
+from driftline.models.tokenizer import Tokenizer
+from driftline.models.tokenizers.loading import load_tokenizer
 from driftline.policy_store.blobs import BlobStore
 from driftline.policy_store.manifest import Manifest
 from driftline.policy_store.pins import held
@@ -30,6 +32,7 @@ from driftline.services.grader.private import private_paths
 from driftline.services.policy_model import build_model
 from driftline.services.rollout.engine import Engine
 from driftline.services.runtime import finished
+from driftline.services.starting import starting_place
 from driftline.services.telemetry import Reporter
 from driftline.services.tensors import from_host
 
@@ -40,6 +43,14 @@ log = structlog.get_logger("evaluator")
 OWNER = "evaluator"
 EVAL_SEED = 90_001
 MAX_BATCH = 128
+
+
+@dataclass(frozen=True)
+class _Policy:
+    """What is measured: the model, into which versions are loaded, and its tokenizer."""
+
+    model: CausalLM
+    tokenizer: Tokenizer
 
 
 @dataclass(frozen=True)
@@ -63,7 +74,7 @@ def heldout_tasks(config: Config) -> list[Task]:
     tasks = config.tasks
     mixture = [] if tasks.eval_params is not None else [MixturePart(p.family, p.params, p.weight, p.source) for p in tasks.mixture]
     params = tasks.params if tasks.eval_params is None else tasks.eval_params
-    source = load_source(tasks.source, tasks.family, params, mixture=mixture, heldout_seed=tasks.heldout_seed)
+    source = load_source(tasks.source, tasks.family, params, mixture=mixture, heldout_seed=tasks.heldout_seed, few_shot=tasks.few_shot)
     return source.heldout(tasks.heldout)
 
 
@@ -83,6 +94,7 @@ class EvaluatorService:
         config, grader = self._config, self._config.grader
         tasks = await asyncio.to_thread(heldout_tasks, config)
         model = await asyncio.to_thread(build_model, config, device=config.evaluator.device, threads=config.evaluator.threads)
+        tokenizer = await asyncio.to_thread(load_tokenizer, starting_place(config))
         sources = sorted({task.source for task in tasks})
         pool = GraderPool(
             sources, workers=1, deadline_s=grader.deadline_s, memory_mb=grader.memory_mb, sandbox=grader.sandbox.value,
@@ -90,7 +102,7 @@ class EvaluatorService:
         )
         async with pool, asyncio.TaskGroup() as group:
             helpers = [group.create_task(self._follow_head(), name="head"), group.create_task(self._follow_end(), name="end")]
-            await self._measure_all(model, tasks, pool)
+            await self._measure_all(_Policy(model, tokenizer), tasks, pool)
             for helper in helpers:
                 helper.cancel()
 
@@ -104,7 +116,7 @@ class EvaluatorService:
         self._end = (await finished(self._bus, self._config.run.name)).version
         self._changed.set()
 
-    async def _measure_all(self, model: CausalLM, tasks: Sequence[Task], pool: GraderPool) -> None:
+    async def _measure_all(self, policy: _Policy, tasks: Sequence[Task], pool: GraderPool) -> None:
         done = await self._already_measured()
         while True:
             self._changed.clear()
@@ -118,7 +130,7 @@ class EvaluatorService:
                 continue
             try:
                 async with held(self._bus, self._reader, version, OWNER) as manifest:
-                    await self._measure(model, tasks, pool, manifest)
+                    await self._measure(policy, tasks, pool, manifest)
             except VersionCollected as error:  # it was old when its turn came: the next one is due
                 log.warning("version not measured", version=version, cause=str(error))
             done = version
@@ -128,13 +140,13 @@ class EvaluatorService:
         last = await self._bus.last(self._subjects.stream("EVAL"), f"{self._subjects.root}.eval.>")
         return last.message.version if last is not None and isinstance(last.message, EvalResult) else -1
 
-    async def _measure(self, model: CausalLM, tasks: Sequence[Task], pool: GraderPool, manifest: Manifest) -> None:
+    async def _measure(self, policy: _Policy, tasks: Sequence[Task], pool: GraderPool, manifest: Manifest) -> None:
         version = manifest.version
         began = time.monotonic()
         state = from_host(await self._reader.materialise_manifest(manifest))
         samples = self._config.evaluator.samples
-        sampled = await asyncio.to_thread(self._sample, model, version, state, tasks, samples, False)
-        greedy = await asyncio.to_thread(self._sample, model, version, state, tasks, 1, True)
+        sampled = await asyncio.to_thread(self._sample, policy, version, state, tasks, samples, False)
+        greedy = await asyncio.to_thread(self._sample, policy, version, state, tasks, 1, True)
         reward, exact = await self._score(pool, sampled)
         reward_greedy, exact_greedy = await self._score(pool, greedy)
         wall = time.monotonic() - began
@@ -149,9 +161,9 @@ class EvaluatorService:
                                      "exact_sampled": exact, "wall_s": wall}, step=version)
 
     def _sample(
-        self, model: CausalLM, version: int, state: Mapping[str, torch.Tensor], tasks: Sequence[Task], samples: int, greedy: bool
+        self, policy: _Policy, version: int, state: Mapping[str, torch.Tensor], tasks: Sequence[Task], samples: int, greedy: bool
     ) -> list[_Sampled]:
-        engine = Engine(model, version=version, max_batch=MAX_BATCH, name="evaluator", greedy_decoding=greedy)
+        engine = Engine(policy.model, version=version, max_batch=MAX_BATCH, name="evaluator", greedy_decoding=greedy, tokenizer=policy.tokenizer)
         engine.load(version, state)
         sampling: Sampling = self._config.sampling.message()
         for i, task in enumerate(tasks):

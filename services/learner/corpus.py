@@ -13,14 +13,15 @@ import numpy as np
 
 from driftline.environments.source import MixturePart, load_source
 from driftline.messages.errors import ConfigError
-from driftline.models.tokenizer import ByteTokenizer
+from driftline.models.tokenizer import ByteTokenizer, Tokenizer
 
 __all__ = ["Corpus", "build_corpus"]
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """tokens int16 [N, T], right-padded `bos question newline answer eos`; prompt, total int16 [N]: where the answer begins and ends."""
+    """tokens [N, T], right-padded, int16 where the vocabulary fits, else int32: what the tokenizer makes of the question, the answer, the id that ends it; prompt,
+    total int16 [N]: where the answer begins and ends."""
 
     tokens: np.ndarray
     prompt: np.ndarray
@@ -42,9 +43,9 @@ class Corpus:
                               remedy="make one with driftline pretrain FILE --corpus-only PATH") from error
 
 
-def build_corpus(mixture: tuple[MixturePart, ...], count: int, seed: int, max_tokens: int) -> Corpus:
-    """`count` pairs of at most `max_tokens` tokens, each part in its share. Longer ones are skipped and replaced by the next draw."""
-    tokenizer = ByteTokenizer()
+def build_corpus(mixture: tuple[MixturePart, ...], count: int, seed: int, max_tokens: int, tokenizer: Tokenizer | None = None) -> Corpus:
+    """`count` pairs of at most `max_tokens` tokens of `tokenizer` (None: bytes), each part in its share. Longer ones are skipped and replaced by the next draw."""
+    tokenizer = tokenizer or ByteTokenizer()
     weight = sum(part.weight for part in mixture)
     rows: list[tuple[list[int], int]] = []
     for number, part in enumerate(mixture):
@@ -58,7 +59,7 @@ def build_corpus(mixture: tuple[MixturePart, ...], count: int, seed: int, max_to
                 raise ConfigError("has no stored answer to learn from", field="mixture.family", value=part.family,
                                   remedy="use a family with one right answer")
             prompt = tokenizer.encode_prompt(task.prompt)
-            row = [*prompt, *tokenizer.encode(task.answer), tokenizer.eos]
+            row = [*prompt, *tokenizer.encode(task.answer), tokenizer.eos_ids[0]]
             if len(row) <= max_tokens:
                 rows.append((row, len(prompt)))
                 found += 1
@@ -66,7 +67,8 @@ def build_corpus(mixture: tuple[MixturePart, ...], count: int, seed: int, max_to
                 raise ConfigError(f"questions are longer than max_tokens = {max_tokens}", field="mixture.family", value=part.family,
                                   remedy="raise train.max_tokens or choose easier parameters")
     order = np.random.default_rng(seed).permutation(len(rows))
-    tokens = np.full((len(rows), max(len(row) for row, _ in rows)), tokenizer.pad, dtype=np.int16)
+    width = np.int16 if tokenizer.vocab_size <= np.iinfo(np.int16).max else np.int32
+    tokens = np.full((len(rows), max(len(row) for row, _ in rows)), tokenizer.pad, dtype=width)
     for at, i in enumerate(order):
         row = rows[i][0]
         tokens[at, : len(row)] = row

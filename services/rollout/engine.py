@@ -1,7 +1,7 @@
 """The engine: continuous batching on one model, a version stamp on every token, weights replaced between decode steps.
 
 Guarantees: a token's version is that of the weights that made its logits; a member's draws depend on (run seed, group, member,
-position) alone, so its tokens depend on what else is in the batch only through rounding (exact invariance needs batch-invariant kernels); members of a group share one prefill of their prompt, and one copy
+position) alone, so its tokens depend on what else is in the batch only through rounding, and in deterministic mode not at all; members of a group share one prefill of their prompt, and one copy
 of its tokens and routes; a prompt that does not fit the model is refused before it enters; after a step that failed, `forget` makes the engine as good as new. No I/O and no clock of its own: `submit` work, `step`, take what finished.
 
 A new version meets running rows in one of three ways: IN_FLIGHT goes on with the rows' caches (their stamps say which version made which token), INTERRUPT
@@ -27,7 +27,7 @@ from driftline.models.state import load_state
 from driftline.models.tokenizer import ByteTokenizer, Tokenizer
 from driftline.services.rollout.conversation import conversation
 from driftline.services.rollout.randomness import member_key, uniforms
-from driftline.services.rollout.sampler import greedy, sample
+from driftline.services.rollout.sampler import draw
 
 __all__ = ["Engine"]
 
@@ -181,19 +181,19 @@ class Engine:
             return
         prompts = [w.prompt for w in entering]
         now = time.time()
-        cache, logits, routes = self._prefill(prompts)
+        cache, hidden, routes = self._prefill(prompts)
         index = torch.tensor([i for i, w in enumerate(entering) for _ in w.members], device=self.device)
         rows = [
             _Row(w.group, m, member_key(w.group.seed, w.group.group, m), prompts[i], now, routes[i])
             for i, w in enumerate(entering) for m in w.members
         ]
-        self._append(rows, logits.index_select(0, index))
+        self._append(rows, hidden.index_select(0, index))
         fresh = cache.take(index)
         self._cache = fresh if self._cache is None else Cache.cat([self._cache, fresh])
         self._rows += rows
 
     def _prefill(self, prompts: list[array[int]]) -> tuple[Cache, torch.Tensor, list[np.ndarray | None]]:
-        """Caches after the prompts, logits [N, V] of their last positions, and int16 [tokens, layers, k] of each, where routes are recorded."""
+        """Caches after the prompts, hidden [N, D] of their last positions, and int16 [tokens, layers, k] of each, where routes are recorded."""
         lengths = torch.tensor([len(p) for p in prompts], device=self.device)
         width = int(lengths.max())
         padded = np.full((len(prompts), width), self.tokenizer.pad, dtype=np.int64)
@@ -208,7 +208,7 @@ class Engine:
         if self.record_routes:
             table = out.routes.to(torch.int16).cpu().numpy()
             routes = [table[i, : len(p)].copy() for i, p in enumerate(prompts)]  # a view would keep the longest prompt's padding alive
-        return out.cache, self.model.logits(last), routes
+        return out.cache, last, routes
 
     def _decode(self) -> None:
         assert self._cache is not None
@@ -219,17 +219,15 @@ class Engine:
             table = out.routes[:, 0].to(torch.int16).cpu().numpy()
             for row, ids in zip(self._rows, table, strict=True):
                 row.routes += ids.tobytes()
-        self._append(self._rows, self.model.logits(out.hidden[:, 0]))
+        self._append(self._rows, out.hidden[:, 0])
 
-    def _append(self, rows: list[_Row], logits: torch.Tensor) -> None:
+    def _append(self, rows: list[_Row], hidden: torch.Tensor) -> None:
+        """hidden [N, D]: of the position before each row's next token."""
         temperature = torch.tensor([row.group.sampling.temperature for row in rows], device=self.device)
-        if self.greedy_decoding:
-            tokens = greedy(logits)
-            logprobs = torch.log_softmax(logits.float() / temperature[:, None], -1).gather(-1, tokens[:, None]).squeeze(-1)
-        else:
-            keys = np.array([row.key for row in rows], dtype=np.uint64)
-            positions = np.array([len(row.tokens) for row in rows])
-            tokens, logprobs = sample(logits, temperature, uniforms(keys, positions))
+        keys = np.array([row.key for row in rows], dtype=np.uint64)
+        positions = np.array([len(row.tokens) for row in rows])
+        draws = None if self.greedy_decoding else uniforms(keys, positions)
+        tokens, logprobs = draw(self.model, hidden, temperature, draws)
         for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
             row.tokens.append(token)
             row.logprobs.append(logprob)
