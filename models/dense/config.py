@@ -53,7 +53,7 @@ _FAMILIES = {
     Architecture.QWEN2: _Family("Qwen2ForCausalLM", qkv_bias=True, output_bias=False, key_value_heads=32),
     Architecture.QWEN3: _Family("Qwen3ForCausalLM", qk_norm=True, key_value_heads=32, head_dim=128),
     Architecture.MISTRAL: _Family("MistralForCausalLM", qkv_bias=False, output_bias=False, key_value_heads=8, window_unless_said=True),
-    Architecture.SMOLLM3: _Family("SmolLM3ForCausalLM", mlp_bias=None, rope_theta=2_000_000.0, tied=True),
+    Architecture.SMOLLM3: _Family("SmolLM3ForCausalLM", mlp_bias=None, key_value_heads=4, rope_theta=2_000_000.0, tied=True),
 }
 _OURS = "use a checkpoint whose config.json does not ask for it"
 
@@ -125,7 +125,8 @@ class DenseConfig(BaseModel):
         except ValidationError as error:
             first = error.errors()[0]
             name = ".".join(str(part) for part in first["loc"]) or "config"
-            raise ConfigError(first["msg"], field=f"{at}: {name}", value=first.get("input"), remedy="restore the file from its source") from error
+            said = None if first["type"] == "missing" else first.get("input")
+            raise ConfigError(first["msg"], field=f"{at}: {name}", value=said, remedy="restore the file from its source") from error
 
     def document(self) -> dict[str, Any]:
         """The `config.json` of this model: Hugging Face's fields, in the form that its releases before and after version 5 both read."""
