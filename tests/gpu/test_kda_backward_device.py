@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 if torch.cuda.is_available():
     sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "kernels"))
-    from kda_backward_cases import BOUND, NAMES, Case, Kind, case, errors, gradients
+    from kda_backward_cases import BOUND, NAMES, Case, Kind, case, errors, gradients, rounding_floor
 
     from driftline.kernels.kda import kda, triton_backward
     from driftline.kernels.kda.backward import kda_backward
@@ -22,8 +22,9 @@ if torch.cuda.is_available():
 LIMITS = {"dq": 0.008, "dk": 0.008, "dv": 0.008, "dz": 0.02, "dbeta": 0.02, "da_log": 0.06, "ddt_bias": 0.02, "dinitial_state": 0.008}
 """Of flash-linear-attention's own tests; A_log's gradient is one number a head, a sum of terms of both signs."""
 
-REPEATED = {**LIMITS, "dq": 0.012, "dv": 0.02, "dz": 0.025, "dbeta": 0.03, "ddt_bias": 0.04}
-"""Where one key stands in every token, what is written is taken back again, and rounding weighs more."""
+REPEATED = {**LIMITS, "dv": 0.02, "dz": 0.025, "dbeta": 0.03, "ddt_bias": 0.04}
+"""Where one key stands in every token, what is written is taken back again, and rounding weighs more: for a query's gradient, by how much is computed."""
+ABOVE_FLOOR = 1.75
 
 
 @pytest.fixture(autouse=True)
@@ -50,8 +51,8 @@ def same(one: Gradients, other: Gradients) -> bool:
 def test_gradients_are_the_recurrences_whatever_gates_and_keys(kind: str) -> None:
     one = case(2, 500, 4, Kind[kind], device="cuda")
     found = errors(run(one), gradients(one))
-    limits = REPEATED if kind in ("SAME", "NEAR") else LIMITS
-    print(kind, {name: round(error, 5) for name, error in found.items()})
+    limits = {**REPEATED, "dq": ABOVE_FLOOR * rounding_floor(one)} if kind in ("SAME", "NEAR") else LIMITS
+    print(kind, {name: round(error, 5) for name, error in found.items()}, round(limits["dq"], 5))
     assert {name: error for name, error in found.items() if not error <= limits[name]} == {}
 
 

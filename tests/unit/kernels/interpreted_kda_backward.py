@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kda_backward_cases import BOUND, Case, Kind, case, errors, gradients, prepared
+from kda_backward_cases import BOUND, Case, Kind, case, errors, gradients, prepared, rounding_floor
 
 from driftline.kernels.kda import triton_backward
 from driftline.kernels.kda.triton_backward import WORKSPACE_BYTES, Gradients, backward
@@ -34,6 +34,13 @@ def test_gradients_are_the_recurrences_whatever_gates_and_keys(kind: Kind) -> No
     found = errors(run(one), gradients(one))
     limits = REPEATED if kind in (Kind.SAME, Kind.NEAR) else LIMITS
     assert {name: error for name, error in found.items() if error > limits[name]} == {}
+
+
+@pytest.mark.parametrize(("kind", "heads", "seed"), [(Kind.SAME, 1, 0), (Kind.NEAR, 2, 1)])
+def test_with_one_key_a_querys_gradient_is_near_what_bfloat16_operands_allow(kind: Kind, heads: int, seed: int) -> None:
+    one = case(1, 200, heads, kind, seed=seed)
+    floor = rounding_floor(one)
+    assert 0.5 * floor < errors(run(one), gradients(one))["dq"] < 1.75 * floor, floor
 
 
 def test_sequences_of_any_length_have_their_own_chunks_and_states() -> None:

@@ -79,6 +79,37 @@ def gradients(one: Case) -> tuple[torch.Tensor, ...]:
     return torch.autograd.grad(loss, leaves, materialize_grads=True, allow_unused=True)
 
 
+def rounding_floor(one: Case) -> float:
+    """The error of the query's gradient that any form by chunks of 64 has whose matrix operands are bfloat16, everything else exact: rounded are the state a chunk
+    starts from, what is written in it, its products with the output's gradient, and the keys. With one key in every token the terms of a chunk take one another
+    back, and so this is several times the rounding of a number. Rows of one length; [B, T, H, 128]."""
+    assert one.bounds is None
+    q, k, v, z, do = (x.double() for x in (one.q, one.k, one.v, one.z, one.do))
+    steps, heads, width = q.shape[1:]
+    g = bounded_gate(z + one.dt_bias.double().view(heads, width), one.a_log.double(), BOUND)
+    size = torch.rsqrt(q.square().sum(-1, keepdim=True) + 1e-6)
+    unit, keys, strength = q * size, l2_normalise(k), torch.sigmoid(one.beta.double())[..., None]
+    state, found, wanted = one.initial.double(), torch.zeros_like(q), torch.zeros_like(q)
+
+    def rounded(x: torch.Tensor) -> torch.Tensor:
+        return x.to(torch.bfloat16).double()
+
+    for begin in range(0, steps, 64):
+        span = slice(begin, min(begin + 64, steps))
+        opening, written = state, []
+        for t in range(span.start, span.stop):
+            state = state * g[:, t, :, :, None].exp()
+            written.append(strength[:, t] * (v[:, t] - torch.einsum("bhk,bhkv->bhv", keys[:, t], state)))
+            state = state + keys[:, t, :, :, None] * written[-1][..., None, :]
+        kept, rise = torch.stack(written, 1), g[:, span].cumsum(1)
+        for out, cut in ((found, rounded), (wanted, lambda x: x)):
+            scores = cut(torch.einsum("bthv,bshv->bhts", do[:, span], cut(kept)).tril())
+            dq = torch.einsum("bthv,bhkv->bthk", do[:, span], cut(opening)) + torch.einsum("bhts,bshk->bthk", scores, cut(keys[:, span] * (-rise).exp()))
+            dq = dq * rise.exp()
+            out[:, span] = size[:, span] * (dq - unit[:, span] * (unit[:, span] * dq).sum(-1, keepdim=True))
+    return ratio(found, wanted)
+
+
 def ratio(found: torch.Tensor, wanted: torch.Tensor) -> float:
     """Root of the mean square error over that of what is wanted; infinite for anything that is not finite."""
     error = ((found.double() - wanted.double()).norm() / wanted.double().norm().clamp_min(1e-30)).item()
