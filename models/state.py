@@ -20,7 +20,7 @@ __all__ = ["export_state", "exported", "load_state", "policy_dtype", "policy_ten
 _FP32 = re.compile(r"(A_log|dt_bias|conv1d\.weight|e_score_correction_bias)$")
 _RESIDUAL = re.compile(r"(self_attention_res|mlp_res|output_attn_res)\.(proj|norm)\.")
 _STACKED = re.compile(r"^(?P<head>.*\.experts)\.(base\.)?(?P<which>w[123])(?P<part>_packed|_scale)?$")
-_PACKED = re.compile(r"(\.weight|\.experts\.w[123])_(packed|scale)$")
+_PACKED = re.compile(r"(\.weight|\.experts\.(base\.)?w[123])_(packed|scale)$")
 
 
 def policy_dtype(name: str, dtype: torch.dtype) -> torch.dtype:

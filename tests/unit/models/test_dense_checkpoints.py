@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from dense_cases import THEIRS, ours, random_dense, saved, small_dense, tokens_of
+from dense_model_cases import THEIRS, ours, random_dense, saved, small_dense, tokens_of
 from k3_checkpoint_cases import Reads, reshard, same_state, stored
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM

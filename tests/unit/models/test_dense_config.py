@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from dense_cases import LLAMA3, SIZES, THEIRS, YARN, saved, written
+from dense_model_cases import LLAMA3, SIZES, THEIRS, YARN, saved, written
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_cases import PUBLIC

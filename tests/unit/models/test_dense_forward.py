@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from dense_cases import random_dense, small_dense, tokens_of
+from dense_model_cases import random_dense, small_dense, tokens_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from dense_cases import THEIRS, ours, saved, theirs, tokens_of
+from dense_model_cases import THEIRS, ours, saved, theirs, tokens_of
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from driftline.models.architectures import config_of
