@@ -53,7 +53,8 @@ class _Unpacking(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _each(grad, ctx.kind(*ctx.saved_tensors), transposed=False), None, *(None for _ in ctx.saved_tensors)
+        parts = ctx.saved_tensors  # read once: a checkpoint gives them no second time
+        return _each(grad, ctx.kind(*parts), transposed=False), None, *(None for _ in parts)
 
 
 def _each(rows: torch.Tensor, weight: Mxfp4Weight | Fp8Weight, *, transposed: bool) -> torch.Tensor:
