@@ -8,9 +8,10 @@
 
 from driftline.models.lora.adapter import Adapter, Scaling, Update
 from driftline.models.lora.adapting import Merged, adapt, adapter_of, add_lora, merge_lora, put_adapter
+from driftline.models.lora.bank import AdapterBank
 from driftline.models.lora.config import ALL_LINEAR, TARGETS, LoraConfig
 from driftline.models.lora.experts import LoraExpert, LoraExperts
 from driftline.models.lora.linear import LoraLinear
 
-__all__ = ["ALL_LINEAR", "TARGETS", "Adapter", "LoraConfig", "LoraExpert", "LoraExperts", "LoraLinear", "Merged", "Scaling", "Update", "adapt", "adapter_of",
+__all__ = ["ALL_LINEAR", "TARGETS", "Adapter", "AdapterBank", "LoraConfig", "LoraExpert", "LoraExperts", "LoraLinear", "Merged", "Scaling", "Update", "adapt", "adapter_of",
            "add_lora", "merge_lora", "put_adapter"]

@@ -20,7 +20,7 @@ from driftline.models.lora.experts import MATRICES, LoraExpert, LoraExperts, mer
 from driftline.models.lora.linear import LoraLinear
 from driftline.models.mlp import Experts, PackedExperts
 
-__all__ = ["Merged", "adapt", "adapter_of", "add_lora", "merge_lora", "put_adapter", "targeted"]
+__all__ = ["Merged", "Target", "adapt", "adapter_of", "add_lora", "dtype_of", "merge_lora", "put_adapter", "targeted"]
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def adapt(model: nn.Module, config: LoraConfig) -> list[str]:
         if isinstance(target.module, Linear):
             made: nn.Module = LoraLinear(target.module, config.rank, config.lora_alpha, config.scaling)
         else:
-            made = LoraExperts.drawn(target.module, config.rank, config.lora_alpha, config.scaling, _dtype(target))
+            made = LoraExperts.drawn(target.module, config.rank, config.lora_alpha, config.scaling, dtype_of(target))
         setattr(target.parent, target.child, made)
     return [target.name for target in wanted]
 
@@ -105,7 +105,7 @@ def put_adapter(model: nn.Module, adapter: Adapter) -> list[str]:
         if isinstance(target.module, Linear):
             setattr(target.parent, target.child, _linear(target.module, parts[""]))
         else:
-            delta = {which: _expert(parts[which], _dtype(target), _device(target)) for which in MATRICES if which in parts}
+            delta = {which: _expert(parts[which], dtype_of(target), _device(target)) for which in MATRICES if which in parts}
             setattr(target.parent, target.child, LoraExperts(target.module, delta))
     return list(by_target)
 
@@ -143,7 +143,7 @@ def _parameter(half: torch.Tensor, dtype: torch.dtype, device: torch.device) -> 
     return nn.Parameter(half.detach().to(device=device, dtype=dtype, copy=True).contiguous())
 
 
-def _dtype(target: Target) -> torch.dtype:
+def dtype_of(target: Target) -> torch.dtype:
     """Of the layer's weights, where the experts themselves are codes."""
     return next(parameter.dtype for parameter in target.parent.parameters() if parameter.dim() == 2 or isinstance(target.module, Experts))
 

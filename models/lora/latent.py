@@ -12,9 +12,8 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from driftline.kernels.grouped_linear import grouped_linear, groups_of
 from driftline.kernels.linear import linear
-from driftline.kernels.mode import deterministic
+from driftline.kernels.linear.heads import head_linear
 from driftline.models.lora.adapter import Update
 
 __all__ = ["LatentTerm", "LatentUpdate", "latent_update"]
@@ -49,11 +48,11 @@ class LatentUpdate:
 
     def queries(self, q: torch.Tensor) -> torch.Tensor:
         """scale (q B_k) A."""
-        return linear(_per_head(q, self.b[:, : self.nope].mT), self.a.t()) * self.scale
+        return linear(head_linear(q, self.b[:, : self.nope].mT), self.a.t()) * self.scale
 
     def values(self, o: torch.Tensor) -> torch.Tensor:
         """scale (o A^T) B_v^T."""
-        return _per_head(linear(o, self.a), self.b[:, self.nope :]) * self.scale
+        return head_linear(linear(o, self.a), self.b[:, self.nope :]) * self.scale
 
 
 def latent_update(projection: nn.Linear, heads: int, nope: int) -> LatentTerm | None:
@@ -61,15 +60,3 @@ def latent_update(projection: nn.Linear, heads: int, nope: int) -> LatentTerm | 
     make = getattr(projection, "latent_update", None)
     term: LatentTerm | None = None if make is None else make(heads, nope)
     return term
-
-
-def _per_head(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x [.., H, K], weight [H, N, K]: [.., H, N], each head's rows by its own matrix."""
-    if not deterministic():
-        return torch.einsum("...hk,hnk->...hn", x, weight)
-    heads, columns, width = weight.shape
-    by_head = x.reshape(-1, heads, width).transpose(0, 1)
-    tokens = by_head.shape[1]
-    rows = groups_of(torch.arange(heads, device=x.device).repeat_interleave(tokens)[:, None], heads)
-    out = grouped_linear(by_head.reshape(-1, width), rows, weight.contiguous())
-    return out.view(heads, tokens, columns).transpose(0, 1).reshape(*x.shape[:-1], columns)
