@@ -16,6 +16,8 @@ import torch
 
 from driftline.kernels.attention_residual import Bank, aggregate
 from driftline.kernels.gated_norm import gated_norm
+from driftline.kernels.gqa import attention
+from driftline.kernels.grouped_linear import grouped_linear, groups_of
 from driftline.kernels.kda import kda
 from driftline.kernels.kda_decode import Window, fold, kda_decode, replay_decode
 from driftline.kernels.linear import linear
@@ -26,6 +28,7 @@ from driftline.kernels.moe import expert_mlp, route
 from driftline.kernels.mxfp4 import Mxfp4Weight
 from driftline.kernels.policy_delta import xor_blocks
 from driftline.kernels.rmsnorm import rmsnorm
+from driftline.kernels.rope import rotate
 from driftline.kernels.short_conv import short_conv, short_conv_decode, short_conv_replay
 from driftline.kernels.situ_glu import situ_glu
 
@@ -119,6 +122,23 @@ def attention_call() -> None:
     mla_decode(noise(2, 1, 96, 576), noise(32, 64, 576), table, torch.full((2,), 1024, dtype=torch.int32))
 
 
+def grouped_attention_call() -> None:
+    for heads, key_heads, width in ((9, 3, 64), (32, 8, 128)):
+        both(lambda *x: attention(*x), noise(1, TOKENS, heads, width), *(noise(1, TOKENS, key_heads, width) for _ in range(2)))
+        held = [noise(2, 2048, key_heads, width) for _ in range(2)]
+        for valid in (None, torch.ones(2, 2048, dtype=torch.bool)):
+            attention(noise(2, 1, heads, width), *held, valid=valid)
+
+
+def adapter_call() -> None:
+    count, outer, inner, rank = 64, 3584, 3072, 64
+    rows = groups_of(torch.argsort(torch.rand(TOKENS, count), 1)[:, :4].contiguous(), count)
+    x, a, b = leaves(noise(TOKENS * 4, outer), noise(count, rank, outer, scale=0.02), noise(count, inner, rank))
+    packed = Mxfp4Weight(torch.randint(0, 256, (count, inner, outer // 2), dtype=torch.uint8), torch.randint(117, 122, (count, inner, outer // 32), dtype=torch.uint8))
+    y = grouped_linear(x, rows, packed) + grouped_linear(grouped_linear(x, rows, a), rows, b)
+    torch.autograd.grad(y, [x, a, b], torch.ones_like(y))
+
+
 def xor_call() -> None:
     xor_blocks(noise(8192), noise(8192), block=4096)
 
@@ -140,6 +160,9 @@ CALLS: dict[str, Callable[[], None]] = {
     "linear": linear_call,
     "logprob": logprob_call,
     "mla_prefill, mla_decode": attention_call,
+    "gqa at two widths": grouped_attention_call,
+    "rope": lambda: both(lambda x: rotate(x, torch.rand(TOKENS, 64), torch.rand(TOKENS, 64)), noise(TOKENS, HEADS, 128)),
+    "grouped_linear of adapters of rank 64": adapter_call,
     "xor": xor_call,
 }
 """By what they call; inputs are made on torch's default device."""
