@@ -129,7 +129,9 @@ def from_a_fork(model: CausalLM, rows: Rows) -> Rows:
     tokens, lengths = padded([rows[2], rows[0][:20]])
     prefix = model(tokens, lengths=lengths)
     fork = prefix.cache.take(torch.tensor([1, 1], device=tokens.device)).compact()
-    rest = model(torch.stack([rows[0][20:], rows[3][20:]]), cache=fork).hidden
+    branches = [rows[0][20:], rows[3][20:]]
+    tokens, lengths = padded(branches)
+    rest = _cut(model(tokens, lengths=lengths, cache=fork).hidden, branches)
     found = alone(model, rows)
     head = prefix.hidden[1, :20]
     return [torch.cat([head, rest[0]]), found[1], found[2], torch.cat([head, rest[1]]), found[4], found[5]]
