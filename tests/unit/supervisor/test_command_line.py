@@ -51,7 +51,7 @@ def test_dry_run_prints_every_setting_and_starts_nothing(tmp_path: Path) -> None
     [
         (("run", str(DEMO), "--set", "learner.lrr=1"), 2, "did you mean learner.lr?"),
         (("run", "absent.toml"), 2, "no such file"),
-        (("run", str(DEMO), "--set", "policy.init=nowhere"), 2, "model.safetensors missing"),
+        (("run", str(DEMO), "--set", "policy.init=nowhere"), 2, "no such checkpoint directory"),
         (("dispatcher", "--config", str(DEMO)), 2, "broker.url"),
         (("status", "demo", "--url", "nats://127.0.0.1:1"), 3, "127.0.0.1:1"),
     ],
