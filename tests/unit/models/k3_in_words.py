@@ -178,7 +178,7 @@ class _Layer:
         trap = self.trap if self.trap in (Trap.BETAS_SWAPPED, Trap.UP_UNBOUNDED, Trap.SWIGLU) else None
         return _situ(x @ gate.T, x @ up.T, self.c, trap) @ down.T
 
-    def moe(self, x: torch.Tensor) -> torch.Tensor:
+    def moe(self, x: torch.Tensor, recorded: torch.Tensor | None) -> torch.Tensor:
         c, trap, below = self.c, self.trap, "block_sparse_moe."
         logits = x @ self[below + "gate.weight"].T
         scores = torch.softmax(logits, -1) if trap is Trap.SOFTMAX_ROUTER else torch.sigmoid(logits)
@@ -192,6 +192,8 @@ class _Layer:
         outs = []
         for t in range(len(x)):
             chosen = sorted(range(c.num_experts), key=lambda e: -float(scores[t, e] + (0 if trap is Trap.BIAS_IGNORED else bias[e])))[: c.num_experts_per_token]
+            if recorded is not None:
+                chosen = recorded[t].tolist()
             gates = torch.stack([scores[t, e] + (bias[e] if trap is Trap.BIAS_WEIGHS else 0) for e in chosen])
             if trap is not Trap.NOT_RENORMALISED:
                 gates = gates / (gates.sum() + 1e-20)
@@ -231,8 +233,11 @@ def _aggregate(sources: list[torch.Tensor], query: torch.Tensor, norm: torch.Ten
     return torch.stack(rows)
 
 
-def hidden_in_words(weights: Mapping[str, torch.Tensor], config: K3Config, tokens: torch.Tensor, trap: Trap | None = None) -> torch.Tensor:
-    """weights by our names, in one dtype; tokens [T] int64. Returns the hidden states [T, D] that the head reads."""
+def hidden_in_words(
+    weights: Mapping[str, torch.Tensor], config: K3Config, tokens: torch.Tensor, trap: Trap | None = None, routes: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """weights by our names, in one dtype; tokens [T] int64; routes [T, moe layers, k]: experts to use, None for the router's. Returns the hidden states [T, D]
+    that the head reads."""
     eps = config.rms_norm_eps
 
     def mix(sources: list[torch.Tensor], name: str) -> torch.Tensor:
@@ -257,7 +262,7 @@ def hidden_in_words(weights: Mapping[str, torch.Tensor], config: K3Config, token
         prefix = a if prefix is None else prefix + a
         x = normed(mix([*bank, prefix], f"{name}.mlp_res"), f"{name}.post_attention_layernorm.weight")
         if config.is_moe(index):
-            m = layer.moe(x)
+            m = layer.moe(x, None if routes is None else routes[:, index - config.first_k_dense_replace])
         else:
             m = layer.dense(x, "mlp") * (0.5 if trap is Trap.EXPERT_IN_DENSE_LAYER_S_PLACE else 1.0)
         prefix = prefix + m
