@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from driftline.messages.types import Graded, Group, Sampling, Task, Trajectory
+from driftline.models.causal_lm import CausalLM
 from driftline.models.config import tiny
 from driftline.models.model import K3ForCausalLM
 from driftline.services.learner.assembler import Batch, BatchGroup
@@ -24,8 +25,8 @@ def group(index: int, members: int = 4, prompt: str | None = None, max_tokens: i
     return Group(run=RUN, group=name, index=index, task=task, members=members, sampling=Sampling(max_tokens=max_tokens), seed=3)
 
 
-def sample(model: K3ForCausalLM, groups: list[Group], version: int = 0, **options: bool) -> dict[str, list[Trajectory]]:
-    engine = Engine(model, version=version, max_batch=64, **options)
+def sample(model: CausalLM, groups: list[Group], version: int = 0, *, record_routes: bool = False) -> dict[str, list[Trajectory]]:
+    engine = Engine(model, version=version, max_batch=64, record_routes=record_routes)
     for item in groups:
         engine.submit(item)
     out: dict[str, list[Trajectory]] = {item.group: [] for item in groups}
@@ -40,7 +41,7 @@ def grade(trajectory: Trajectory, reward: float | None = None) -> Graded:
     return Graded(run=RUN, trajectory=trajectory, reward=value)
 
 
-def batch_of(model: K3ForCausalLM, count: int = 3, head: int = 0, **options: bool) -> Batch:
+def batch_of(model: CausalLM, count: int = 3, head: int = 0, *, record_routes: bool = False) -> Batch:
     groups = [group(i, prompt="short" if i else "a somewhat longer question") for i in range(count)]
-    sampled = sample(model, groups, head, **options)
+    sampled = sample(model, groups, head, record_routes=record_routes)
     return Batch(head, tuple(BatchGroup(g, tuple(grade(t) for t in sampled[g.group]), ()) for g in groups))

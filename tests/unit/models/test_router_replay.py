@@ -8,6 +8,7 @@ import pytest
 import torch
 from model_cases import PUBLIC, random_model, random_tokens, small
 
+from driftline.kernels.moe import route as moe_route
 from driftline.models import routes as routes_module
 from driftline.models.config import K3Config
 from driftline.models.logprob import token_logprobs
@@ -60,7 +61,7 @@ def test_a_recorded_expert_outside_the_live_choice_keeps_its_weight_and_its_grad
     gate = layer.gate
     _, gates = routed(x, gate.weight, gate.e_score_correction_bias, TOP_K, 1.0, forced)
     assert (gates > 0.01).all()
-    gates[:, 0].sum().backward()
+    gates[:, 0].sum().backward()  # type: ignore[no-untyped-call]
     assert gate.weight.grad is not None
     touched = gate.weight.grad.abs().sum(1) > 0
     assert set(torch.nonzero(touched).flatten().tolist()) == set(forced.flatten().tolist())
@@ -93,7 +94,7 @@ def test_gradients_match_finite_differences_at_fixed_ids() -> None:
     def value() -> torch.Tensor:
         return (score(model, tokens, replay) * weights).sum()
 
-    value().backward()
+    value().backward()  # type: ignore[no-untyped-call]
     generator = torch.Generator().manual_seed(4)
     chosen = [(n, p) for n, p in model.named_parameters() if n.endswith(("gate.weight", "routed_expert_down_proj.weight", "experts.w2", "embed_tokens.weight"))]
     assert sum(n.endswith("gate.weight") for n, _ in chosen) == small().moe_layers
@@ -118,7 +119,7 @@ def test_the_selection_bias_neither_weighs_nor_learns_nor_is_read_in_replay() ->
     model, tokens = random_model(), random_tokens(1, 6)
     replay = other_ids(model(tokens[:, :-1]).routes)
     first = score(model, tokens, replay)
-    first.sum().backward()
+    first.sum().backward()  # type: ignore[no-untyped-call]
     biases = [p for n, p in model.named_parameters() if n.endswith("e_score_correction_bias")]
     assert all(not b.requires_grad and b.grad is None for b in biases)
     with torch.no_grad():
@@ -232,8 +233,8 @@ def test_recomputed_layers_read_the_ids_again_and_choose_nothing(partly: bool) -
         model.recompute = how
         model.zero_grad()
         out = score(model, tokens, table)
-        with mock.patch.object(routes_module, "route", wraps=routes_module.route) as route:
-            out.sum().backward()
+        with mock.patch.object(routes_module, "route", wraps=moe_route) as route:
+            out.sum().backward()  # type: ignore[no-untyped-call]
         called = route.call_args_list
         assert len(called) == (small().moe_layers if how is Recompute.LAYERS else 0)
         assert all(len(call.args) == 6 and call.args[5] is not None for call in called), "a choice in the backward pass"
