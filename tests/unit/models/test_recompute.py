@@ -13,9 +13,13 @@ from model_cases import random_model, random_tokens, small
 
 from driftline.kernels.attention_residual.bank import Bank, Storage
 from driftline.kernels.mode import Numerics, numerics, using
+from driftline.models.config import tiny
+from driftline.models.lora import add_lora
 from driftline.models.mlp import LatentMoe
 from driftline.models.model import K3ForCausalLM
 from driftline.models.packed import Packed
+from driftline.models.quantisation import Quantisation
+from driftline.models.random_weights import random_model as fresh_model
 from driftline.models.recompute import Recompute, recomputed
 
 torch.set_num_threads(1)
@@ -82,6 +86,22 @@ def test_replayed_experts_are_read_again() -> None:
     assert all(torch.equal(kept[name], again[name]) for name in kept)
     free_again = gradients(model, Recompute.LAYERS, packed=True)
     assert any(not torch.equal(again[name], free_again[name]) for name in again)
+
+
+@pytest.mark.parametrize("targets", [r".*proj$", r".*(proj|experts)$"])
+def test_adapters_over_packed_experts_have_the_same_gradients(targets: str) -> None:
+    """Nothing before the first adapter has a gradient, and packed experts are unpacked again in the backward pass."""
+    model = fresh_model(tiny(num_hidden_layers=3), experts=Quantisation.MXFP4, dtype=torch.float32)
+    assert isinstance(model, K3ForCausalLM)
+    add_lora(model, 2, targets=targets)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("lora_B"):
+                parameter.normal_(std=0.02)
+    kept, again = gradients(model, Recompute.NONE, packed=True), gradients(model, Recompute.LAYERS, packed=True)
+    assert kept.keys() == again.keys()
+    assert len(kept) > 30
+    assert all("lora" in name and torch.equal(kept[name], again[name]) for name in kept)
 
 
 @contextmanager
