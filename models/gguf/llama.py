@@ -19,7 +19,7 @@ import numpy as np
 from driftline.messages.errors import ConfigError, IntegrityError
 from driftline.models.gguf.blocks import dequantised
 from driftline.models.gguf.file import GgufFile, Value
-from driftline.models.gguf.vocabulary import special_ids, tokenizer_files
+from driftline.models.gguf.vocabulary import end_ids, special_ids, tokenizer_files
 
 __all__ = ["GgufModel"]
 
@@ -52,8 +52,11 @@ class GgufModel:
         """ConfigError when the file is of a model that is not read here, IntegrityError when it is damaged or incomplete."""
         file = GgufFile.open(path)
         config = _config(file)
-        shapes = _shapes(config)
         layers = int(config["num_hidden_layers"])
+        if layers > len(file.tensors):
+            raise IntegrityError(f"the file has {len(file.tensors)} tensors", field=f"{path}: {ARCHITECTURE}.block_count", value=layers,
+                                 remedy="copy the file again from its source")
+        shapes = _shapes(config)
         stored = {**{public: name for name, public in _OUTSIDE.items()},
                   **{f"model.layers.{i}.{public}.weight": f"blk.{i}.{name}.weight" for i in range(layers) for name, public in _INSIDE.items()}}
         stored = {public: stored[public] for public in shapes}
@@ -91,7 +94,9 @@ class GgufModel:
 
     def files(self) -> dict[str, bytes]:
         """What lies beside such a model in a Hugging Face directory: config.json, generation_config.json, the tokenizer's files."""
-        special = {key: self.config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in self.config}
+        special: dict[str, Any] = {key: self.config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in self.config}
+        if len(ends := end_ids(self.file)) > 1:
+            special["eos_token_id"] = ends
         found = {"config.json": _text(self.config), **tokenizer_files(self.file)}
         return found | ({"generation_config.json": _text({"_from_model_config": True, **special})} if special else {})
 

@@ -14,11 +14,14 @@ from typing import Any
 from driftline.messages.errors import ConfigError, IntegrityError
 from driftline.models.gguf.file import GgufFile
 
-__all__ = ["special_ids", "tokenizer_files"]
+__all__ = ["end_ids", "special_ids", "tokenizer_files"]
 
 _SECTION = "tokenizer.ggml"
 _CONTROL, _USER_DEFINED = 3, 4
 _IDS = {"bos": "bos_token_id", "eos": "eos_token_id", "unk": "unknown_token_id", "pad": "padding_token_id"}
+_ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+"""A text's end, a turn's, and a message's that is no turn's."""
+
 _HERE = "load the model from a Hugging Face directory with tokenizer.json"
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,%d}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -44,6 +47,11 @@ def special_ids(file: GgufFile) -> dict[str, int]:
     """bos_token_id, eos_token_id and pad_token_id of config.json, those that the file names. IntegrityError when one is no token."""
     named = {f"{short}_token_id": _id(file, key) for short, key in _IDS.items() if short != "unk"}
     return {name: number for name, number in named.items() if number is not None}
+
+
+def end_ids(file: GgufFile) -> list[int]:
+    """Every id at which an answer ends. IntegrityError when one is no token."""
+    return list(dict.fromkeys(number for key in _ENDS if (number := _id(file, key)) is not None))
 
 
 def tokenizer_files(file: GgufFile) -> dict[str, bytes]:
