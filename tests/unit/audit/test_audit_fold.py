@@ -19,7 +19,15 @@ from audit_cases import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from driftline.messages.types import Admitted, Outcome, OutcomeEvent, Taken
+from driftline.messages.types import (
+    Admitted,
+    Divergence,
+    DivergenceLevel,
+    DivergenceSignal,
+    Outcome,
+    OutcomeEvent,
+    Taken,
+)
 from driftline.services.audit.fold import Accounts, Consumed
 from driftline.services.audit.report import Bounds, FindingKind, Report
 from driftline.services.audit.text import CLEAN, report_lines
@@ -59,6 +67,19 @@ def test_every_finding_has_a_history_that_produces_it(kind: FindingKind) -> None
     history, beside, id = CASES[kind]
     assert (kind, id) in found(judge(history, beside=beside, bounds=LIMITS))
     assert judge(TWO, bounds=LIMITS).findings == ()
+
+
+def test_what_the_divergence_watch_said_is_counted_and_is_no_finding() -> None:
+    def said(version: int, level: DivergenceLevel) -> Divergence:
+        return Divergence(run=RUN, version=version, signal=DivergenceSignal.TOTAL, level=level, value=1.0, limit=0.5, tokens=200, steps=3)
+
+    report = judge([*TWO, said(1, DivergenceLevel.ALARM), said(5, DivergenceLevel.CLEARED), said(9, DivergenceLevel.ALARM)], bounds=LIMITS)
+    assert report.divergences == {"alarm total": 2, "cleared total": 1}
+    assert report.findings == ()
+    lines = list(report_lines(report))
+    assert "divergence    alarm total 2, cleared total 1" in lines
+    assert lines[-1] == CLEAN
+    assert "divergence    none" in report_lines(judge(TWO, bounds=LIMITS))
 
 
 def test_a_number_twice_and_a_number_missing_are_told_apart() -> None:

@@ -82,7 +82,7 @@ async def test_a_finished_run_leaves_a_complete_folder(tmp_path: Path) -> None:
         "k3_lag0_mean": 1e-9, "k3_mean": 1e-4,
         "outcomes": {"trained": 2, "zero_variance": 0, "stale": 1, "failed": 0, "expired": 0, "cancelled": 0},
         "dead_letters": 0, "restarts": 1, "policy_bytes_full": 0, "policy_bytes_delta": 0, "tokens_sampled": 100,
-        "tokens_trained": 100, "audit_findings": 0,
+        "tokens_trained": 100, "audit_findings": 0, "k3_numerics_mean": None, "k3_staleness_mean": None, "divergence_alarms": 0, "divergence_halt": None,
     }
     assert {path.name for path in folder.path.iterdir()} >= {
         "config.toml", "summary.json", "report.md", "curves.png", "metrics.jsonl", "tensorboard", "logs"

@@ -13,6 +13,9 @@ from rich.console import Console
 from driftline.messages.bus import Depth
 from driftline.messages.types import (
     Admitted,
+    Divergence,
+    DivergenceLevel,
+    DivergenceSignal,
     EvalResult,
     Group,
     Message,
@@ -24,7 +27,7 @@ from driftline.messages.types import (
 )
 from driftline.services.config import Config
 from driftline.services.watch.picture import Picture
-from driftline.services.watch.render import render, sparkline
+from driftline.services.watch.render import render, sparkline, step_line
 from driftline.services.watch.report import report
 from driftline.services.watch.screen import PlainScreen, screen_for
 from driftline.services.watch.summary import KEYS, summarise
@@ -139,3 +142,29 @@ def test_without_a_terminal_the_plain_screen_is_chosen() -> None:
 @given(st.lists(st.floats(-1e6, 1e6), max_size=60))
 def test_a_sparkline_is_never_wider_than_asked(values: list[float]) -> None:
     assert len(sparkline(values, 24)) == min(len(values), 24)
+
+
+def divergence(version: int, level: DivergenceLevel, signal: DivergenceSignal = DivergenceSignal.NUMERICS) -> Divergence:
+    return Divergence(run="r", version=version, signal=signal, level=level, value=0.5, limit=0.1, tokens=200, steps=3)
+
+
+def test_alarms_are_shown_counted_and_end() -> None:
+    alarm, cleared, halt = DivergenceLevel.ALARM, DivergenceLevel.CLEARED, DivergenceLevel.HALT
+    calm = seen([step(1)])
+    assert calm.alarmed == ()
+    assert "no alarm, 0 alarms so far" in text(calm)
+    assert "ALARM" not in step_line(calm.steps[1], calm)
+    messages: list[Message] = [step(3, alarms=1.0, k3=0.25, k3_numerics=2e-3, k3_staleness=0.1, flips=0.01), divergence(3, alarm)]
+    raised = seen([*messages, *messages])
+    assert (raised.alarms, raised.alarmed) == (1, ("numerics",))
+    assert "numerics, 1 alarms so far" in text(raised)
+    assert "numerics 2.0e-03  staleness 1.0e-01" in text(raised)
+    assert "k3 2.5e-01 ALARM" in step_line(raised.steps[3], raised)
+    over = seen([*messages, divergence(7, cleared), divergence(9, alarm), divergence(9, halt, DivergenceSignal.TOTAL)])
+    assert (over.alarms, over.alarmed) == (2, ("numerics", "total"))
+    summary = summarise(over, Config(), 1.0)
+    assert (summary["divergence_alarms"], summary["divergence_halt"]) == (2, "total")
+    assert summary["k3_numerics_mean"] == 2e-3
+    assert summary["k3_staleness_mean"] == 0.1
+    assert seen([*messages, divergence(7, cleared)]).alarmed == ()
+    assert summarise(calm, Config(), 1.0)["divergence_halt"] is None
