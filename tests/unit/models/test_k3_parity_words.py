@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from k3_in_words import Trap, hidden_in_words
 from model_cases import random_model, random_tokens, small
 
+from driftline.kernels.mode import Numerics, using
 from driftline.models.model import K3ForCausalLM
 
 TOKENS = 12
 
+
+
+@pytest.fixture(params=Numerics, autouse=True)
+def mode(request: pytest.FixtureRequest) -> Iterator[Numerics]:
+    """Both orders of operations are the model."""
+    numerics: Numerics = request.param
+    with using(numerics):
+        yield numerics
 
 
 def drawn(**changes: object) -> K3ForCausalLM:
