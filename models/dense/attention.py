@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 from driftline.kernels.gqa import Layout, attention
+from driftline.kernels.rope import rotate
 from driftline.models.attention import RMSNorm
 from driftline.models.cache import Cache, KeyValues
 from driftline.models.dense.config import DenseConfig
-from driftline.models.dense.rope import Tables, rotate
+from driftline.models.dense.rope import Tables
 from driftline.models.linear import Linear
 from driftline.models.packed import Packed
 

@@ -1,7 +1,6 @@
-"""Rotating heads by their positions: what a position turns by depends on that position alone, not on how many are turned with it or how far a table has grown.
+"""By how much a position turns: its cosines and sines depend on that position alone, not on which are asked for with it or how far the table has grown.
 
-Cosines and sines are fp32 (fp64 for a model in fp64), of fp32 angles as the public models have them, and come from tables made in blocks of one size. A head is
-turned in at least fp32 and rounded once.
+They are fp32 (fp64 for a model in fp64), of fp32 angles as the public models have them, and come from tables made in blocks of one size.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import torch
 
 from driftline.models.dense.positions import Rope, amplitude, frequencies
 
-__all__ = ["Tables", "rotate"]
+__all__ = ["Tables"]
 
 _BLOCK = 256
 """Positions made at a time: few enough that torch computes a block in one thread, whose vector loop has no tail that depends on its place."""
@@ -45,10 +44,3 @@ class Tables:
         place = torch.arange(start, start + _BLOCK, device=device)
         angle = (place[:, None].float() * self._frequencies.to(device)).to(dtype)
         return angle.cos() * self._amplitude, angle.sin() * self._amplitude
-
-
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x [..., H, D] with each head's halves turned against each other by cos, sin [..., D / 2], which all heads of a token share. x's dtype, rounded once."""
-    first, second = x.to(cos.dtype).chunk(2, dim=-1)
-    cos, sin = cos[..., None, :], sin[..., None, :]
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)

@@ -10,11 +10,12 @@ from dense_model_cases import random_dense, small_dense, tokens_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from driftline.kernels.rope import rotate
 from driftline.models.cache import Cache, KeyValues
 from driftline.models.dense.decoder import DenseForCausalLM
 from driftline.models.dense.mlp import silu
 from driftline.models.dense.positions import Rope, RopeType
-from driftline.models.dense.rope import Tables, rotate
+from driftline.models.dense.rope import Tables
 from driftline.models.packed import Packed
 from driftline.models.recompute import Recompute
 
