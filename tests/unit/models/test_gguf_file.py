@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -111,8 +112,5 @@ def test_a_flipped_byte_or_a_cut_file_opens_or_is_refused_by_our_own_errors(tmp_
     damaged = bytearray(good)
     damaged[int(at * head)] ^= byte
     for content in (bytes(damaged), good[: int(keep * len(good))]):
-        try:
-            model = GgufModel.open(_written(tmp_path, content))
-            model.files()
-        except (ConfigError, IntegrityError) as error:
-            assert str(error)
+        with suppress(ConfigError, IntegrityError):
+            GgufModel.open(_written(tmp_path, content)).files()

@@ -100,7 +100,7 @@ def test_llama_3s_rotation_is_known_by_the_factors_in_the_file(tmp_path: Path, f
 def test_linear_scaling_is_read_and_another_refused(tmp_path: Path) -> None:
     config = GgufModel.open(small_llama(tmp_path, llama__rope__scaling__type="linear", llama__rope__scaling__factor=4.0)).config
     assert config["rope_scaling"] == {"rope_type": "linear", "factor": 4.0}
-    with pytest.raises(ConfigError, match="rope.scaling.type"):
+    with pytest.raises(ConfigError, match=r"rope\.scaling\.type"):
         GgufModel.open(small_llama(tmp_path, llama__rope__scaling__type="longrope"))
 
 
