@@ -11,7 +11,7 @@ import math
 import torch
 
 from driftline.kernels.fixed.pointwise import exp
-from driftline.kernels.fixed.products import LEAST, product, verified, write
+from driftline.kernels.fixed.products import LEAST, STEP, product, verified, write
 from driftline.kernels.fixed.sums import total
 
 __all__ = ["TILE", "attention_batch", "attention_rows"]
@@ -31,22 +31,22 @@ def attention_batch(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, s
     wide = torch.promote_types(q.dtype, torch.float32)
     batch, rows, depth = q.shape
     width = values.shape[-1]
-    padded = -(-rows // LEAST) * LEAST
-    query = q.new_zeros(batch, padded, depth, dtype=wide)
-    query[:, :rows] = q.to(wide) * scale
+    padded, deep, broad = (-(-n // step) * step for n, step in ((rows, LEAST), (depth, STEP), (width, STEP)))
+    query = q.new_zeros(batch, padded, deep, dtype=wide)
+    query[:, :rows, :depth] = q.to(wide) * scale
     limit = seen.new_zeros(batch, padded)
     limit[:, :rows] = seen
-    acc = query.new_zeros(batch, padded, width)
+    acc = query.new_zeros(batch, padded, broad)
     top = query.new_full((batch, padded), -math.inf)
     summed = query.new_zeros(batch, padded)
     most = seen.amax(1).tolist() if rows else []
     score, part = query.new_zeros(batch, padded, TILE), torch.zeros_like(acc)
     for start in range(0, max(most, default=0), TILE):
         stop = min(start + TILE, keys.shape[1])
-        key = query.new_zeros(batch, TILE, depth)
-        key[:, : stop - start] = keys[:, start:stop].to(wide)
-        value = query.new_zeros(batch, width, TILE)
-        value[:, :, : stop - start] = values[:, start:stop].to(wide).mT
+        key = query.new_zeros(batch, TILE, deep)
+        key[:, : stop - start, :depth] = keys[:, start:stop].to(wide)
+        value = query.new_zeros(batch, broad, TILE)
+        value[:, :width, : stop - start] = values[:, start:stop].to(wide).mT
         here = [b for b in range(batch) if most[b] > start]
         _products(query, key, score, here)
         visible = start + torch.arange(TILE, device=q.device) < limit[..., None]
@@ -60,7 +60,7 @@ def attention_batch(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, s
         summed = torch.where(some, summed * shrink + total(p), summed)
         acc = torch.where(some[..., None], acc * shrink[..., None] + part, acc)
         top = higher
-    return (acc / torch.where(summed > 0, summed, 1.0)[..., None])[:, :rows]
+    return (acc / torch.where(summed > 0, summed, 1.0)[..., None])[:, :rows, :width]
 
 
 def _products(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, which: list[int]) -> None:

@@ -1,7 +1,7 @@
 """`a w^T` in which a row's result depends on that row alone, on any device: the kernel's where it runs, else a BLAS called with blocks of one shape.
 
 A BLAS orders the sums of a product by its shape, by where its operands lie and by its threads. So rows are taken LEAST at a time, from aligned memory, with
-zeros behind the last. That rows of such a block do not depend on where in it they stand, nor on the threads, is asked once a shape (`verified`), and a BLAS
+zeros behind the last, and behind a K that is no multiple of STEP, where they add nothing. That rows of such a block do not depend on where in it they stand, nor on the threads, is asked once a shape (`verified`), and a BLAS
 of which it does not hold is refused. Larger blocks are used where the same question shows them to give the same bits.
 """
 
@@ -14,10 +14,13 @@ import torch
 
 from driftline.kernels.dispatch import runs_triton
 
-__all__ = ["LEAST", "by_blocks", "product", "verified", "write"]
+__all__ = ["LEAST", "STEP", "by_blocks", "product", "verified", "write"]
 
 LEAST = 16
 """Rows of the smallest block."""
+
+STEP = 16
+"""What K is a multiple of, and the fewest columns: a BLAS takes less by edge code, in which a row's place does show."""
 
 LARGER = (256, 64)
 """Blocks that are used where they are shown to give the same bits."""
@@ -42,15 +45,21 @@ def by_blocks(a: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     columns = w.shape[0]
     if rows == 0 or columns == 0 or depth == 0:
         return a.new_zeros(rows, columns)
-    w = w if w.is_contiguous() and w.data_ptr() % _LINE == 0 else w.clone(memory_format=torch.contiguous_format)
-    padded = -(-rows // LEAST) * LEAST
-    if padded != rows or not a.is_contiguous() or a.data_ptr() % _LINE:
-        whole = a.new_zeros(padded, depth)
-        whole[:rows] = a
-        a = whole
-    out = a.new_empty(padded, columns)
-    write(a, w, out, verified(depth, columns, a.dtype, a.device, torch.get_num_threads()))
-    return out[:rows]
+    a = _whole(a, LEAST, -(-depth // STEP) * STEP)
+    w = _whole(w, 1, a.shape[1], least=STEP)
+    out = a.new_empty(a.shape[0], w.shape[0])
+    write(a, w, out, verified(a.shape[1], w.shape[0], a.dtype, a.device, torch.get_num_threads()))
+    return out[:rows] if columns == out.shape[1] else out[:rows, :columns].contiguous()
+
+
+def _whole(matrix: torch.Tensor, rows: int, columns: int, *, least: int = 0) -> torch.Tensor:
+    """The matrix contiguous at an aligned address, with zeros up to a multiple of `rows`, `least` of them at least, and up to `columns`."""
+    height = max(-(-matrix.shape[0] // rows) * rows, least)
+    if matrix.shape == (height, columns) and matrix.is_contiguous() and matrix.data_ptr() % _LINE == 0:
+        return matrix
+    whole = matrix.new_zeros(height, columns)
+    whole[: matrix.shape[0], : matrix.shape[1]] = matrix
+    return whole
 
 
 def write(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, sizes: tuple[int, ...]) -> None:
