@@ -377,7 +377,7 @@ class LearnerService:
         while self._unsaid:
             event = self._unsaid.pop(0)
             level = {DivergenceLevel.CLEARED: 20, DivergenceLevel.ALARM: 30, DivergenceLevel.HALT: 40}[event.level]
-            log.log(level, "learner and rollout are too far apart" if level > 20 else "learner and rollout are close again", level=event.level.value,
+            log.log(level, "learner and rollout are too far apart" if level > 20 else "learner and rollout are close again", said=event.level.value,
                     signal=event.signal.value, version=event.version, value=event.value, limit=event.limit, tokens=event.tokens, in_a_row=event.steps)
             await self._pen.note(event)
 
