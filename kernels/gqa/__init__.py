@@ -47,4 +47,5 @@ def attention(
 
         if triton_forward.takes(sizes, q.dtype):
             return autograd.attention(q, keys, values, layout, sizes, scale, out_dtype)
-    return (ordered if deterministic() else reference).attention(q, keys, values, layout, scale, out_dtype)
+    form = ordered.attention if deterministic() else reference.attention
+    return form(q, keys, values, layout, scale, out_dtype)

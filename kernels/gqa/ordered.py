@@ -94,7 +94,8 @@ def _forward(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layout: 
             most = -(-min(count - steps + t + width, count) // BLOCK) * BLOCK
             parts.append(_batch(mine[:, :, t : t + width], key[..., :most], held[:most], seen[:, t : t + width], scale))
         out[begin : begin + (last - first) * steps] = torch.cat(parts, 1).flatten(0, 1)
-    return out.to(out_dtype).view(*q.shape[:3], value)
+    rounded: torch.Tensor = out.to(out_dtype).view(*q.shape[:3], value)
+    return rounded
 
 
 def _gathered(x: torch.Tensor, layout: Layout, first: int, last: int, count: int) -> torch.Tensor:

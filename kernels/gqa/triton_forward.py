@@ -233,7 +233,7 @@ def decodes(layout: Layout, sizes: Sizes) -> bool:
 
 def block(width: int) -> int:
     """The power of two that holds a head's elements."""
-    return max(16, triton.next_power_of_2(width))
+    return max(16, int(triton.next_power_of_2(width)))
 
 
 def _constants(sizes: Sizes, layout: Layout, configuration: Configuration) -> dict[str, int | bool]:
