@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from driftline.messages.types import Finish, Graded, Group, Sampling, Task, Trajectory
 from driftline.models.architectures import AnyConfig
@@ -207,21 +208,14 @@ def stepped(trainer: Trainer, batch: Batch, repeats: int) -> Stepped:
 
 
 def kept_kib(trainer: Trainer, batch: Batch) -> float:
-    """What autograd keeps of the first micro-batch, beside the model's own tensors, for each token that is fed."""
-    owned = {t.untyped_storage().data_ptr() for t in (*trainer.model.parameters(), *trainer.model.buffers())}
-    kept: dict[int, int] = {}
-
-    def pack(x: torch.Tensor) -> torch.Tensor:
-        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-        return x
-
+    """Memory that the first micro-batch's forward leaves allocated while its loss is held, for each token that is fed."""
     tokens = trainer.config.micro_batch_tokens
     part = (by_tokens(batch.groups, tokens) if tokens else by_groups(batch.groups, trainer.config.micro_batch_groups))[0]
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         flat = forward_groups(trainer.model, part.groups, packed=tokens > 0, numbers=part.numbers)
+    kept = sum(event.nbytes() for event in seen.profiler.kineto_results.events() if event.name() == "[memory]")
     del flat
-    fed = sum(token_count(range(len(g.members)), g) for g in part.groups)
-    return sum(size for at, size in kept.items() if at not in owned) / 1024 / fed
+    return kept / 1024 / sum(token_count(range(len(g.members)), g) for g in part.groups)
 
 
 def learner_rows(subject: Subject, model: CausalLM, cases: Sequence[Case], repeats: int) -> list[Row]:
