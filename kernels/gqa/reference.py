@@ -27,14 +27,14 @@ def attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layout:
 def _seen(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
     """Of a batch, mask [B, T, N]. The heads of a group are rows of one product."""
     batch, steps, heads, width = q.shape
-    key_heads = keys.shape[2]
+    key_heads, value = keys.shape[2], values.shape[3]
     group = heads // key_heads
-    query = q.view(batch, steps, key_heads, group, width).permute(0, 2, 1, 3, 4).reshape(batch, key_heads, steps * group, width)
-    score = (query @ keys.permute(0, 2, 3, 1) * scale).view(batch, key_heads, steps, group, keys.shape[1])
-    hidden = ~mask[:, None, :, None]
-    p = torch.softmax(score.masked_fill(hidden, -torch.inf), dim=-1).masked_fill(hidden, 0)
-    out = p.flatten(2, 3) @ values.transpose(1, 2)
-    return out.view(batch, key_heads, steps, group, values.shape[3]).permute(0, 2, 1, 3, 4).reshape(batch, steps, heads, values.shape[3])
+    query = (q * scale).view(batch, steps, key_heads, group, width).permute(0, 2, 1, 3, 4).reshape(batch, key_heads, steps * group, width)
+    score = (query @ keys.permute(0, 2, 3, 1)).view(batch, key_heads, steps, group, keys.shape[1])
+    # The least number and not -inf: a query that sees nothing then has weights, which take no gradient as its output is set to zero.
+    p = torch.softmax(score.masked_fill(~mask[:, None, :, None], torch.finfo(score.dtype).min), dim=-1)
+    out = (p.flatten(2, 3) @ values.transpose(1, 2)).view(batch, key_heads, steps, group, value)
+    return out.permute(0, 2, 1, 3, 4).reshape(batch, steps, heads, value).masked_fill(~mask.any(-1)[..., None, None], 0)
 
 
 def spans(layout: Layout) -> list[tuple[int, int, int, int]]:
