@@ -22,7 +22,7 @@ from torch import nn
 from driftline.messages.errors import ConfigError, IntegrityError
 from driftline.models.linear import Linear
 from driftline.models.lora.adapter import Adapter, Update
-from driftline.models.lora.adapting import dtype_of, targeted
+from driftline.models.lora.adapting import Target, dtype_of, targeted
 from driftline.models.lora.bank_layers import BankExperts, BankLinear, Stack
 from driftline.models.lora.chosen import Chosen
 from driftline.models.lora.config import TARGETS, LoraConfig
@@ -56,9 +56,10 @@ class AdapterBank:
         self._versions = 0
         for target in wanted:
             self._replaced.append((target.parent, target.child, target.module))
-            setattr(target.parent, target.child, self._layer(target.name, target.module, dtype_of(target)))
+            setattr(target.parent, target.child, self._layer(target, dtype_of(target)))
 
-    def _layer(self, name: str, module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    def _layer(self, target: Target, dtype: torch.dtype) -> nn.Module:
+        name, module = target.name, target.module
         if isinstance(module, Linear):
             self._stacks[name] = Stack(tuple(module.weight.shape), self.slots, self.rank, dtype=dtype, device=module.weight.device)
             return BankLinear(module, self._stacks[name], self._now)

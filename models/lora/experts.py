@@ -161,7 +161,7 @@ def repacked(packed: torch.Tensor, scale: torch.Tensor, update: Update) -> tuple
     before = dequantised(Mxfp4Weight(packed[None], scale[None]), torch.float32)[0]
     after = added(before, update)
     codes, scales = pack(after)
-    same = (after == before).unflatten(-1, (-1, GROUP)).all(-1)
+    same = (after == before).view(after.shape[0], -1, GROUP).all(-1)
     return torch.where(same.repeat_interleave(GROUP // 2, -1), packed, codes), torch.where(same, scale, scales)
 
 

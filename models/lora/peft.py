@@ -23,14 +23,13 @@ from safetensors.torch import load_file, save_file
 
 from driftline.messages.errors import ConfigError, IntegrityError
 from driftline.models.lora.adapter import Adapter, Scaling, Update
+from driftline.models.lora.names import EXPERT, apart
 
 __all__ = ["CONFIG", "WEIGHTS", "read_peft", "write_peft"]
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 _TENSOR = re.compile(r"^base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight$")
-_EXPERT = re.compile(r"^(?P<experts>.+\.experts)\.(?P<number>0|[1-9][0-9]*)\.(?P<which>w[123])$")
-_STACKED = re.compile(r"^(?P<experts>.+\.experts)\.(?P<which>w[123])$")
 
 _PLAIN: Mapping[str, object] = {
     "use_dora": False, "bias": "none", "modules_to_save": None, "fan_in_fan_out": False, "target_parameters": None, "layer_replication": None,
@@ -77,7 +76,7 @@ def write_peft(adapter: Adapter, directory: str | Path, *, linears: Collection[s
     """Write the adapter into a directory, in place of one that is there. linears: the names of all of its model's linear layers, where they are known: targets are
     then named by their last parts if that means the same modules, as people write them. Raises ConfigError when its updates are of both scalings."""
     place = Path(directory)
-    plain = _apart(adapter.updates)
+    plain = apart(adapter.updates)
     scalings = {update.scaling for update in plain.values()}
     if len(scalings) != 1:
         raise ConfigError("one adapter_config.json has one scaling", field="adapter", value=sorted(scalings), remedy="write two adapters")
@@ -145,7 +144,7 @@ def _stacked(updates: Mapping[str, Update]) -> dict[str, Update]:
     out: dict[str, Update] = {}
     members: dict[str, dict[int, Update]] = {}
     for module, update in updates.items():
-        found = _EXPERT.match(module)
+        found = EXPERT.match(module)
         if found is None:
             out[module] = update
         else:
@@ -174,19 +173,6 @@ def _stack(name: str, parts: Mapping[int, Update], count: int) -> Update:
         a[number, : update.rank] = update.a
         b[number, :, : update.rank] = update.b * (update.scale / largest.scale)
     return Update(a, b, largest.alpha, largest.scaling)
-
-
-def _apart(updates: Mapping[str, Update]) -> dict[str, Update]:
-    """By the names of linear layers: each expert is one."""
-    out = {}
-    for name, update in updates.items():
-        found = _STACKED.match(name)
-        if update.experts is None or found is None:
-            out[name] = update
-            continue
-        for number in range(update.experts):
-            out[f"{found['experts']}.{number}.{found['which']}"] = update.of_expert(number)
-    return out
 
 
 def _targets(adapted: Collection[str], linears: Collection[str]) -> list[str]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from driftline.commands.common import AsJson
+from driftline.commands.model_adapters import register as adapters
 from driftline.commands.policy_text import emit, size, size_of, table
 from driftline.messages.errors import ConfigError
 
@@ -35,6 +36,7 @@ def register(app: typer.Typer) -> None:
     model = typer.Typer(no_args_is_help=True, help="Checkpoints under public names: make a random one, look into one.")
     for command in (make, inspect):
         model.command(command.__name__)(command)
+    adapters(model)
     app.add_typer(model, name="model")
 
 
