@@ -40,6 +40,7 @@ from driftline.models.recompute import Recompute
 from driftline.models.sizes import like_k3
 from driftline.models.stored import public_shapes, skeleton
 from driftline.services.config import LearnerConfig, Proximal
+from driftline.services.config import Recompute as LearnerRecompute
 from driftline.services.learner.assembler import Batch, BatchGroup
 from driftline.services.learner.micro_batches import by_groups, by_tokens, token_count
 from driftline.services.learner.shared_prompts import forward_groups
@@ -177,7 +178,7 @@ def batch_of(load: Load, vocabulary: int) -> Batch:
 def settings(load: Load, case: Case) -> LearnerConfig:
     return LearnerConfig(
         lr=1e-6, proximal=Proximal.RECOMPUTE, eps_low=0.2, eps_high=0.2, micro_batch_groups=load.padded_groups,
-        micro_batch_tokens=load.pack if case.packed else 0, recompute=case.recompute.value,
+        micro_batch_tokens=load.pack if case.packed else 0, recompute=LearnerRecompute(case.recompute.value),
     )
 
 
@@ -213,7 +214,7 @@ def kept_kib(trainer: Trainer, batch: Batch) -> float:
     part = (by_tokens(batch.groups, tokens) if tokens else by_groups(batch.groups, trainer.config.micro_batch_groups))[0]
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         flat = forward_groups(trainer.model, part.groups, packed=tokens > 0, numbers=part.numbers)
-    kept = sum(event.nbytes() for event in seen.profiler.kineto_results.events() if event.name() == "[memory]")
+    kept: int = sum(event.nbytes() for event in seen.profiler.kineto_results.events() if event.name() == "[memory]")
     del flat
     return kept / 1024 / sum(token_count(range(len(g.members)), g) for g in part.groups)
 

@@ -23,7 +23,7 @@ def summed_into(masters: Sequence[torch.Tensor], parameters: Sequence[torch.Tens
     """
     for master, parameter in zip(masters, parameters, strict=True):
         master.grad = parameter.grad = None
-    hooks = [p.register_post_accumulate_grad_hook(partial(_add, m)) for m, p in zip(masters, parameters, strict=True)]  # type: ignore[attr-defined]
+    hooks = [p.register_post_accumulate_grad_hook(partial(_add, m)) for m, p in zip(masters, parameters, strict=True)]  # type: ignore[no-untyped-call]
     try:
         yield
     finally:

@@ -19,7 +19,7 @@ from driftline.kernels.moe.activations import Activations
 from driftline.kernels.moe.forward import MICROBATCH, workspace_bytes
 from driftline.messages.errors import ConfigError
 from driftline.models.architectures import configuration, skeleton
-from driftline.models.attention import KdaAttention
+from driftline.models.attention import KdaAttention, MlaAttention
 from driftline.models.causal_lm import CausalLM
 from driftline.models.families import model_config
 from driftline.models.locate import located
@@ -160,7 +160,7 @@ class _Layer:
 
     @classmethod
     def of(cls, layer: nn.Module, size: int, inner: int) -> _Layer:
-        attention = layer.self_attn
+        attention = layer.get_submodule("self_attn")
         outputs = sum(m.weight.shape[0] for m in layer.modules() if isinstance(m, nn.Linear) and m.weight.shape[0] > 1)
         inputs = max(m.weight.shape[1] for m in layer.modules() if isinstance(m, nn.Linear) and m.weight.shape[0] > 1)
         moe = next((m for m in layer.modules() if isinstance(m, LatentMoe)), None)
@@ -170,7 +170,7 @@ class _Layer:
         token = size * (2 * outputs + 4 * min(inputs, outputs)) + (12 * moe.top_k if moe is not None else 0)
         if isinstance(attention, KdaAttention):
             return cls(token, 4 * attention.heads * attention.dim**2, 0, routed)
-        pair = attention.kv_a_proj_with_mqa.weight.shape[0] if hasattr(attention, "kv_a_proj_with_mqa") else 2 * attention.k_proj.weight.shape[0]
+        pair = _rows(attention, "kv_a_proj_with_mqa") if isinstance(attention, MlaAttention) else _rows(attention, "k_proj") + _rows(attention, "v_proj")
         return cls(token, 0, size * pair, routed)
 
     def stream(self, hidden: int) -> int:
@@ -186,6 +186,11 @@ class _Layer:
 
 def _layers(model: CausalLM) -> Iterator[nn.Module]:
     yield from (module for module in model.modules() if hasattr(module, "self_attn"))
+
+
+def _rows(module: nn.Module, name: str) -> int:
+    """Outputs of one of its projections."""
+    return int(module.get_submodule(name).get_parameter("weight").shape[0])
 
 
 def _bank(model: CausalLM) -> int:

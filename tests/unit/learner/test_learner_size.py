@@ -19,6 +19,8 @@ from driftline.models.random_weights import random_model
 from driftline.models.state import policy_dtype
 from driftline.policy_store.forms import Changes
 from driftline.services.config import LearnerConfig
+from driftline.services.learner import objective
+from driftline.services.learner import trainer as trainer_module
 from driftline.services.learner.assembler import Batch, BatchGroup
 from driftline.services.learner.gradients import summed_into
 from driftline.services.learner.micro_batches import by_tokens
@@ -78,7 +80,7 @@ def test_in_deterministic_mode_a_token_has_the_same_bits_packed_and_padded(model
         alone = torch.cat([forward_groups(made, part.groups, packed=True).logp for part in by_tokens(batch.groups, 1)])
         order = [number for part in by_tokens(batch.groups, 1) for number in part.numbers]
         rows = [int(t.action_mask.sum()) for t in batch.trajectories]
-        whole = packed.split(rows)
+        whole = torch.split(packed, rows)
         return torch.equal(packed, padded) and torch.equal(torch.cat([whole[n] for n in order]), alone)
 
     with using(Numerics.DETERMINISTIC):
@@ -126,7 +128,7 @@ def test_layers_that_are_run_again_give_the_same_step(model: Callable[[], Causal
 
 def test_replayed_routes_survive_packing_and_layers_that_are_run_again() -> None:
     batch = batch_of(small_model(), record_routes=True)
-    settings = [{}, {"micro_batch_tokens": 64}, {"micro_batch_tokens": 64, "recompute": "layers"}]
+    settings: list[dict[str, Any]] = [{}, {"micro_batch_tokens": 64}, {"micro_batch_tokens": 64, "recompute": "layers"}]
     gradients = [trained({**each, "router_replay": True}, batch=batch)[1] for each in settings]
     assert near(gradients[1], gradients[0], 1e-5)
     assert torch.equal(gradients[2], gradients[1])
@@ -242,7 +244,12 @@ def test_a_step_that_is_not_allowed_changes_nothing_and_is_no_refusal() -> None:
     before = trainer.snapshot()
     seen: list[StepDrift] = []
     emitted: list[str] = []
-    report = trainer.step(batch, lambda name, _: emitted.append(name), allow=lambda drift: bool(seen.append(drift)))
+
+    def refused(drift: StepDrift) -> bool:
+        seen.append(drift)
+        return False
+
+    report = trainer.step(batch, lambda name, _: emitted.append(name), allow=refused)
     assert report.halted
     assert not emitted
     assert trainer.skipped == 0
@@ -272,7 +279,12 @@ def test_log_probabilities_are_asked_for_at_action_tokens_only(monkeypatch: pyte
     model = small_model()
     batch = batch_of(model)
     real = K3ForCausalLM.logprobs
-    monkeypatch.setattr(K3ForCausalLM, "logprobs", lambda self, hidden, *more: rows.append(len(hidden)) or real(self, hidden, *more))
+
+    def counted(self: K3ForCausalLM, hidden: torch.Tensor, *more: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        rows.append(len(hidden))
+        return real(self, hidden, *more)
+
+    monkeypatch.setattr(K3ForCausalLM, "logprobs", counted)
     monkeypatch.setattr(K3ForCausalLM, "logits", lambda self, hidden: pytest.fail("logits of a whole row"))
     for packed in (False, True):
         forward_groups(model, batch.groups, packed=packed)
@@ -282,16 +294,14 @@ def test_log_probabilities_are_asked_for_at_action_tokens_only(monkeypatch: pyte
 
 def test_the_loss_of_a_pack_sees_the_advantages_of_its_own_members(monkeypatch: pytest.MonkeyPatch) -> None:
     """Members are sorted into packs; a number that stayed behind would train one on another's advantage."""
-    from driftline.services.learner import trainer as module
-
     pairs: set[tuple[int, float]] = set()
-    real = module.loss
+    real = objective.loss
 
     def spied(*args: Any, **kwargs: Any) -> LossOutput:
         pairs.update(zip(kwargs["seq_id"].tolist(), kwargs["advantages"][kwargs["seq_id"]].tolist(), strict=True))
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(module, "loss", spied)
+    monkeypatch.setattr(trainer_module, "loss", spied)
     batch = batch_of(small_model())
     seen = []
     for budget in (0, 40):

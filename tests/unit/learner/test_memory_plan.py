@@ -115,7 +115,7 @@ def test_every_part_is_in_the_lines_and_they_add_up() -> None:
 
 
 def run(**learner: int) -> Config:
-    base = tiny_run("memory")
+    base: Config = tiny_run("memory")
     return base.model_copy(update={
         "run": base.run.model_copy(update={"group_size": 4, "groups_per_step": 4}), "sampling": base.sampling.model_copy(update={"max_tokens": 32}),
         "learner": base.learner.model_copy(update=learner),

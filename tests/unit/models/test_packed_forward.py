@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from model_cases import random_model, random_tokens, small
 
 from driftline.kernels.mode import Numerics, using
 from driftline.models.cache import Cache, KdaState, MlaRows
-from driftline.models.causal_lm import CausalLM
+from driftline.models.causal_lm import CausalLM, ModelOutput
 from driftline.models.packed import Packed, moved
 
 torch.set_num_threads(1)
@@ -20,13 +22,14 @@ def packed_tokens(lengths: tuple[int, ...] = LENGTHS, seed: int = 0) -> tuple[to
 
 
 def parts(x: torch.Tensor, packed: Packed) -> tuple[torch.Tensor, ...]:
-    return x[0].split(list(packed.lengths))
+    return tuple(x[0, a:b] for a, b in pairwise(packed.bounds.tolist()))
 
 
 def prefixes(model: CausalLM) -> Cache:
     """Of five sequences that have seen 4, 0, 7, 1 and 2 tokens."""
     lengths = torch.tensor([4, 0, 7, 1, 2])
-    return model(random_tokens(5, 7, seed=3), lengths=lengths).cache
+    out: ModelOutput = model(random_tokens(5, 7, seed=3), lengths=lengths)
+    return out.cache
 
 
 def row_of(cache: Cache | None, row: int) -> Cache | None:

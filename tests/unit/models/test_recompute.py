@@ -63,8 +63,17 @@ def test_the_second_run_writes_no_row_and_chooses_no_expert(monkeypatch: pytest.
     asked: list[bool] = []
     rows: list[int] = []
     forward, write = LatentMoe.forward, Bank.write
-    monkeypatch.setattr(LatentMoe, "forward", lambda self, x, replay=None: asked.append(replay is not None) or forward(self, x, replay))
-    monkeypatch.setattr(Bank, "write", lambda self, prefix: rows.append(self.rows) or write(self, prefix))
+
+    def routed(self: LatentMoe, x: torch.Tensor, replay: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        asked.append(replay is not None)
+        return forward(self, x, replay)
+
+    def written_by(self: Bank, prefix: torch.Tensor) -> Bank:
+        rows.append(self.rows)
+        return write(self, prefix)
+
+    monkeypatch.setattr(LatentMoe, "forward", routed)
+    monkeypatch.setattr(Bank, "write", written_by)
     model.recompute = Recompute.LAYERS
     out = model(random_tokens(2, 5))
     first, written = len(asked), len(rows)
