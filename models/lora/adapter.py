@@ -78,6 +78,14 @@ class Update:
         """scale B A in `dtype`, of the weight's shape."""
         return self.b.to(dtype) @ self.a.to(dtype) * self.scale
 
+    def of_experts(self, count: int) -> Update:
+        """Of a stack of `count` matrices: those that an adapter left out behind its last have a zero update. A larger stack, or a plain linear's, is as it is."""
+        missing = 0 if self.experts is None else count - self.experts
+        if missing <= 0:
+            return self
+        a, b = (torch.cat([half, half.new_zeros(missing, *half.shape[1:])]) for half in (self.a, self.b))
+        return Update(a, b, self.alpha, self.scaling)
+
     def of_expert(self, number: int) -> Update:
         """The update of one of the stacked matrices, views."""
         return Update(self.a[number], self.b[number], self.alpha, self.scaling)

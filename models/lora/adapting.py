@@ -97,7 +97,7 @@ def put_adapter(model: nn.Module, adapter: Adapter) -> list[str]:
         by_target.setdefault(place[0], {})[place[1]] = update
     for name, parts in by_target.items():
         for which, update in parts.items():
-            _fits(name, which, update, targets)
+            parts[which] = _fitting(name, which, update, targets)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     for name, parts in by_target.items():
@@ -110,7 +110,8 @@ def put_adapter(model: nn.Module, adapter: Adapter) -> list[str]:
     return list(by_target)
 
 
-def _fits(name: str, which: str, update: Update, targets: dict[str, Target]) -> None:
+def _fitting(name: str, which: str, update: Update, targets: dict[str, Target]) -> Update:
+    """The update, with zeros for the experts that it does not reach."""
     remedy = "the adapter is of another base"
     if name not in targets:
         raise IntegrityError("the model has no such linear or expert module without an update", field=name, value=update.shape, remedy=remedy)
@@ -118,8 +119,10 @@ def _fits(name: str, which: str, update: Update, targets: dict[str, Target]) -> 
     if isinstance(module, Linear) != (which == ""):
         raise IntegrityError("an update of stacked experts and one of a linear are not the same", field=name, value=update.shape, remedy=remedy)
     wanted = tuple(module.weight.shape) if isinstance(module, Linear) else tuple(getattr(module, which).shape)
-    if update.shape != wanted:
+    whole = update.of_experts(wanted[0])
+    if whole.shape != wanted:
         raise IntegrityError("B A has another shape than the weight", field=f"{name}.{which}".rstrip("."), value=update.shape, remedy=f"expected {wanted}: {remedy}")
+    return whole
 
 
 def _linear(base: Linear, update: Update) -> LoraLinear:

@@ -85,11 +85,10 @@ class AdapterBank:
         Raises, before anything has changed: ValueError for a slot that is not there or that a forward is using, IntegrityError for an update that is of no target,
         of another shape, or of a rank above the bank's.
         """
-        for name, update in adapter.updates.items():
-            self._fits(name, update)
+        updates = {name: self._fitting(name, update) for name, update in adapter.updates.items()}
         with self._changing(slot):
             for name, stack in self._stacks.items():
-                stack.put(slot, adapter.updates.get(name))
+                stack.put(slot, updates.get(name))
             self._versions += 1
             self._keys[slot] = (slot, self._versions)
         return self.key(slot)
@@ -145,13 +144,16 @@ class AdapterBank:
                 raise ValueError(f"slot {slot} is used by a forward: put the adapter into another, or wait until its rows are done")
             yield
 
-    def _fits(self, name: str, update: Update) -> None:
+    def _fitting(self, name: str, update: Update) -> Update:
+        """The update, with zeros for the experts that it does not reach."""
         stack = self._stacks.get(name)
         if stack is None:
             raise IntegrityError("no target of this bank", field=name, value=update.shape, remedy="the adapter is of another base, or the bank's targets are too few")
         a, b = stack.get_buffer("A"), stack.get_buffer("B")
         wanted = (*a.shape[1:-2], b.shape[-2], a.shape[-1])
-        if update.shape != wanted:
+        whole = update.of_experts(wanted[0])
+        if whole.shape != wanted:
             raise IntegrityError("B A has another shape than the weight", field=name, value=update.shape, remedy=f"expected {tuple(wanted)}: the adapter is of another base")
         if update.rank > self.rank:
             raise IntegrityError("its rank is above the bank's", field=name, value=update.rank, remedy=f"make the bank with rank={update.rank} or more (now {self.rank})")
+        return whole

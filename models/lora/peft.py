@@ -10,6 +10,7 @@ its field. Bits stay as they are. Format: https://huggingface.co/docs/peft/devel
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections import Counter
@@ -140,7 +141,8 @@ def _matched(patterns: Mapping[str, float], module: str, default: float) -> floa
 
 
 def _stacked(updates: Mapping[str, Update]) -> dict[str, Update]:
-    """One update for each matrix that the experts of a layer have: ranks below the largest and experts that were not adapted get zeros."""
+    """One update for each matrix that the experts of a layer have: ranks below the largest and experts between the adapted ones get zeros. How many more there are no
+    file says; the model does when it is put there."""
     out: dict[str, Update] = {}
     members: dict[str, dict[int, Update]] = {}
     for module, update in updates.items():
@@ -167,11 +169,12 @@ def _stack(name: str, parts: Mapping[int, Update], count: int) -> Update:
     for number, update in parts.items():
         if update.shape != first.shape or update.a.dtype != first.a.dtype:
             raise IntegrityError("experts of one layer have one shape and dtype", field=f"{name} of expert {number}", value=update.shape, remedy=f"expected {first.shape}")
-        if update.scale != largest.scale and update.rank == rank:
+        ratio = update.scale / largest.scale
+        if math.frexp(ratio)[0] != 0.5:  # only a power of two can be taken into B without rounding it
             raise ConfigError("experts of one layer have one scale here", field=f"{name} of expert {number}", value=update.scale,
                               remedy=f"expected {largest.scale}: give them one rank and one alpha, or merge it with PEFT first")
         a[number, : update.rank] = update.a
-        b[number, :, : update.rank] = update.b * (update.scale / largest.scale)
+        b[number, :, : update.rank] = update.b * ratio
     return Update(a, b, largest.alpha, largest.scaling)
 
 

@@ -22,6 +22,7 @@ from driftline.messages.errors import ConfigError, IntegrityError
 from driftline.models.checkpoint import load_checkpoint
 from driftline.models.lora import (
     Adapter,
+    AdapterBank,
     LoraConfig,
     Scaling,
     Update,
@@ -163,6 +164,43 @@ def test_experts_are_stacked_from_peft_s_linears_and_apart_again(tmp_path: Path)
     assert all(torch.equal(tensor, again[name]) for name, tensor in load_file(tmp_path / "theirs" / WEIGHTS).items())
     loaded = PeftModel.from_pretrained(Released(), tmp_path / "ours")
     assert loaded.base_model.model.model.layers[1].block_sparse_moe.experts[5].w1.scaling == {"default": 3.0}
+
+
+def test_experts_of_two_scales_are_stacked_only_where_that_rounds_nothing(tmp_path: Path) -> None:
+    targets = ["experts.0.w1", "experts.1.w1"]
+    for alpha, stacks in ((3.0, True), (4.5, False)):
+        torch.manual_seed(0)
+        settings = PeftConfig(r=4, lora_alpha=6, target_modules=targets, rank_pattern={"experts.1.w1": 2}, alpha_pattern={"experts.1.w1": alpha})
+        peft = disturbed_peft(get_peft_model(Released(), settings))
+        peft.save_pretrained(tmp_path / str(alpha))
+        if not stacks:
+            with pytest.raises(ConfigError, match="one scale") as refused:
+                read_peft(tmp_path / str(alpha))
+            assert "expert 1" in refused.value.field
+            continue
+        update = read_peft(tmp_path / str(alpha)).updates["model.layers.1.block_sparse_moe.experts.w1"]
+        assert (update.rank, update.scale, update.experts) == (4, 1.5, 2)
+        linear = peft.base_model.model.model.layers[1].block_sparse_moe.experts[1].w1
+        torch.testing.assert_close(update.delta()[1], linear.get_delta_weight("default"), rtol=0, atol=1e-7)
+
+
+def test_an_adapter_of_some_experts_leaves_the_others_as_they_are(tmp_path: Path) -> None:
+    """Of the first 4 of 6, as a file cannot say how many there are."""
+    adapter = drawn_adapter(random_model(dtype=torch.float32), 4, targets=r".*experts$")
+    some = Adapter({name: Update(update.a[:4], update.b[:4], update.alpha) for name, update in adapter.updates.items()})
+    write_peft(some, tmp_path)
+    model, tokens = random_model(dtype=torch.float32), random_tokens(2, 8)
+    put_adapter(model, read_peft(tmp_path))
+    zeroed = {name: Update(update.a, torch.cat([update.b[:4], torch.zeros_like(update.b[4:])]), update.alpha) for name, update in adapter.updates.items()}
+    wanted, banked = random_model(dtype=torch.float32), random_model(dtype=torch.float32)
+    put_adapter(wanted, Adapter(zeroed))
+    bank = AdapterBank(banked, slots=1, rank=3)
+    bank.put(0, read_peft(tmp_path))
+    with torch.no_grad(), bank.rows([0, 0]):
+        assert torch.equal(model(tokens).hidden, wanted(tokens).hidden)
+        torch.testing.assert_close(banked(tokens).hidden, wanted(tokens).hidden, rtol=0, atol=1e-5)
+    with pytest.raises(IntegrityError):
+        put_adapter(random_model(), Adapter({name: update.of_experts(7) for name, update in adapter.updates.items()}))
 
 
 @pytest.mark.parametrize("packed", [False, True])
