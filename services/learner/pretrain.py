@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from driftline.environments.source import MixturePart
 from driftline.messages.errors import ConfigError
+from driftline.models.causal_lm import CausalLM
 from driftline.models.checkpoint import save_checkpoint
 from driftline.models.config import tiny
 from driftline.models.model import K3ForCausalLM
@@ -93,13 +94,12 @@ def _batches(corpus: Corpus, size: int, seed: int, device: torch.device) -> Iter
             yield tokens[picked, : int(total[picked].max())], prompt[picked], total[picked]
 
 
-def answer_loss(model: K3ForCausalLM, tokens: torch.Tensor, prompt: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+def answer_loss(model: CausalLM, tokens: torch.Tensor, prompt: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
     """Mean negative log-probability in nats over answer tokens (eos included)."""
     out = model(tokens[:, :-1], lengths=total - 1)
     at = torch.arange(tokens.shape[1] - 1, device=tokens.device)
     mask = (at >= prompt[:, None] - 1) & (at < total[:, None] - 1)
-    logits = model.logits(out.hidden[mask])
-    logp = torch.log_softmax(logits, -1).gather(-1, tokens[:, 1:][mask][:, None]).squeeze(-1)
+    logp, _ = model.logprobs(out.hidden[mask], tokens[:, 1:][mask])
     seq_id = torch.arange(len(tokens), device=tokens.device)[:, None].expand_as(mask)[mask]
     ones = torch.ones(len(tokens), device=tokens.device, dtype=logp.dtype)
     return loss(
