@@ -6,6 +6,8 @@ of its tokens and routes; a prompt that does not fit the model is refused before
 
 A new version meets running rows in one of three ways: IN_FLIGHT goes on with the rows' caches (their stamps say which version made which token), INTERRUPT
 recomputes the caches under the new weights, DRAIN is the caller's: it loads only when `active` is zero.
+
+What prompts have in common at their beginning (a template's, solved examples) is computed once under the weights there are, and forked.
 """
 
 from __future__ import annotations
@@ -26,10 +28,14 @@ from driftline.models.causal_lm import CausalLM
 from driftline.models.state import load_state
 from driftline.models.tokenizer import ByteTokenizer, Tokenizer
 from driftline.services.rollout.conversation import conversation
+from driftline.services.rollout.prompt_prefix import Prefix, common_beginning
 from driftline.services.rollout.randomness import member_key, uniforms
 from driftline.services.rollout.sampler import draw
 
 __all__ = ["Engine"]
+
+SHARED_PREFIX = 64
+"""Tokens that prompts must have in common to be worth a forward of their own."""
 
 
 @dataclass
@@ -83,6 +89,8 @@ class Engine:
         self._waiting: deque[_Waiting] = deque()
         self._rows: list[_Row] = []
         self._cache: Cache | None = None
+        self._prefix: Prefix | None = None  # of the weights there are
+        self._newest: array[int] = array("i")
 
     @property
     def active(self) -> int:
@@ -120,7 +128,7 @@ class Engine:
     def forget(self) -> None:
         """Drop everything, running or waiting. After a step that raised, what the engine holds is of no version and no group."""
         self._waiting.clear()
-        self._rows, self._cache = [], None
+        self._rows, self._cache, self._prefix = [], None, None
 
     def overdue(self, oldest: int) -> list[str]:
         """The groups with a running member whose oldest token is of a version before `oldest`."""
@@ -141,7 +149,7 @@ class Engine:
         except IntegrityError:
             self._torn = torn  # refused before anything was copied
             raise
-        self.version, self._torn = version, False
+        self.version, self._torn, self._prefix = version, False, None
         if recompute:
             self.recompute()
 
@@ -151,7 +159,7 @@ class Engine:
         to work until a later `load` or `adopt` went well."""
         self._torn = True
         write()
-        self.version, self._torn = version, False
+        self.version, self._torn, self._prefix = version, False, None
 
     @torch.inference_mode()
     def recompute(self) -> None:
@@ -194,6 +202,29 @@ class Engine:
 
     def _prefill(self, prompts: list[array[int]]) -> tuple[Cache, torch.Tensor, list[np.ndarray | None]]:
         """Caches after the prompts, hidden [N, D] of their last positions, and int16 [tokens, layers, k] of each, where routes are recorded."""
+        prefix = self._shared(prompts)
+        if prefix is None:
+            return self._forward(prompts, None)
+        begun = len(prefix.tokens)
+        cache, hidden, routes = self._forward([prompt[begun:] for prompt in prompts], prefix.cache.repeat(len(prompts)))
+        return cache, hidden, [rest if rest is None or prefix.routes is None else np.concatenate([prefix.routes, rest]) for rest in routes]
+
+    def _shared(self, prompts: list[array[int]]) -> Prefix | None:
+        """The beginning of these prompts, and of the one before them, that is computed already or worth it."""
+        before, self._newest = self._newest, prompts[-1]
+        if self._prefix is None or not self._prefix.begins(prompts):
+            common = common_beginning([*prompts, before])
+            if len(common) < SHARED_PREFIX and len(prompts) > 1:
+                common = common_beginning(prompts)
+            common = common[: min(map(len, prompts)) - 1]  # a row's last token is its own
+            if len(common) < SHARED_PREFIX:
+                return None
+            cache, _, routes = self._forward([common], None)
+            self._prefix = Prefix(common, cache, routes[0])
+        return self._prefix
+
+    def _forward(self, prompts: list[array[int]], cache: Cache | None) -> tuple[Cache, torch.Tensor, list[np.ndarray | None]]:
+        """As `_prefill`, of what comes behind `cache`."""
         lengths = torch.tensor([len(p) for p in prompts], device=self.device)
         width = int(lengths.max())
         padded = np.full((len(prompts), width), self.tokenizer.pad, dtype=np.int64)
@@ -201,7 +232,7 @@ class Engine:
             row[: len(prompt)] = prompt
         tokens = torch.from_numpy(padded).to(self.device)
         ragged = bool((lengths != width).any())
-        out = self.model(tokens, lengths=lengths if ragged else None)
+        out = self.model(tokens, lengths=lengths if ragged else None, cache=cache)
         last = out.hidden[torch.arange(len(prompts), device=self.device), lengths - 1]
         self.prompt_tokens += int(lengths.sum())
         routes: list[np.ndarray | None] = [None] * len(prompts)
