@@ -10,19 +10,19 @@ from pathlib import Path
 from driftline.messages.errors import ConfigError
 from driftline.models.gguf.installed import installed_gguf
 
-__all__ = ["BASE", "GGUF", "located"]
+__all__ = ["BASE", "GGUF", "PACKAGE", "located"]
 
 BASE = "base"
 GGUF = ".gguf"
-_PACKAGE = "package:"
+PACKAGE = "package:"
 
 
 def located(init: str) -> Path:
     """The checkpoint directory, or the .gguf file. Raises ConfigError when there is none."""
-    if init.startswith(_PACKAGE):
-        return installed_gguf(init.removeprefix(_PACKAGE))
+    if init.startswith(PACKAGE):
+        return installed_gguf(init.removeprefix(PACKAGE))
     path = Path(__file__).parent / BASE if init == BASE else Path(init)
     if not path.is_dir() and not (path.suffix == GGUF and path.is_file()):
         raise ConfigError("no such checkpoint directory", field="policy.init", value=init,
-                          remedy=f'use "{BASE}", a directory with config.json and model.safetensors, a {GGUF} file, or "{_PACKAGE}NAME" of a package with one')
+                          remedy=f'use "{BASE}", a directory with config.json and model.safetensors, a {GGUF} file, or "{PACKAGE}NAME" of a package with one')
     return path

@@ -90,15 +90,17 @@ def make(
 
 
 def inspect(
-    place: Annotated[Path, typer.Argument(metavar="DIR", help="With config.json and *.safetensors; or a .gguf file.")], as_json: AsJson = False,
+    place: Annotated[str, typer.Argument(metavar="DIR", help='With config.json and *.safetensors; or a .gguf file, "base" or "package:NAME".')],
+    as_json: AsJson = False,
 ) -> None:
     """Print a checkpoint's layers, parameters, bytes and quantisation. Only headers are read, and each is held to config.json."""
     from driftline.models.inspection import inspect_checkpoint
-    from driftline.models.locate import GGUF
+    from driftline.models.locate import BASE, GGUF, PACKAGE, located
 
-    if not place.is_dir() and not (place.suffix == GGUF and place.is_file()):
-        raise ConfigError("no such directory", field="DIR", value=str(place), remedy=f"give one with config.json and *.safetensors, or a {GGUF} file")
-    _show(inspect_checkpoint(place), as_json)
+    named = place == BASE or place.startswith(PACKAGE)
+    if not named and not Path(place).is_dir() and not (place.endswith(GGUF) and Path(place).is_file()):
+        raise ConfigError("no such directory", field="DIR", value=place, remedy=f"give one with config.json and *.safetensors, or a {GGUF} file")
+    _show(inspect_checkpoint(located(place)), as_json)
 
 
 def _show(found: Inspection, as_json: bool) -> None:

@@ -198,8 +198,13 @@ def test_inspect_prints_a_dense_model(tmp_path: Path) -> None:
     assert document["config"]["qkv_bias"] is True
     assert document["layers"][0]["attention"] == "GQA"
     assert document["quantisation"] == "none"
-    missing = CliRunner().invoke(app, ["model", "inspect", str(tmp_path / "none.gguf")])
-    assert missing.exit_code != 0
+    for absent in (str(tmp_path / "none.gguf"), "package:none_such"):
+        refused = CliRunner().invoke(app, ["model", "inspect", absent])
+        assert isinstance(refused.exception, ConfigError)
+        assert absent in str(refused.exception)
+    shipped = CliRunner().invoke(app, ["model", "inspect", "base"], catch_exceptions=False)
+    assert "kimi_linear" in shipped.output
+    assert "16, 2 a token" in shipped.output
 
 
 def test_a_random_model_and_its_files_are_equal(tmp_path: Path) -> None:
