@@ -18,7 +18,7 @@ from driftline.kernels.short_conv import short_conv
 from driftline.models.latent_attention import Columns, Heads, attend
 from driftline.models.packed import Packed, moved
 
-__all__ = ["PackedColumns", "attend_packed", "convolve_packed"]
+__all__ = ["PackedColumns", "attend_by_bounds", "attend_packed", "convolve_packed"]
 
 
 def convolve_packed(x: torch.Tensor, weight: torch.Tensor, tail: torch.Tensor, packed: Packed) -> tuple[torch.Tensor, torch.Tensor]:
@@ -91,9 +91,14 @@ def attend_packed(q: torch.Tensor, cached: torch.Tensor, new: torch.Tensor, head
     rows = torch.cat([cached, packed.padded(new)], dim=1)
     if deterministic() or not heads.uniform or q.dtype != torch.bfloat16 or not runs_triton(q, rows):
         return packed.unpadded(attend(packed.padded(q), rows, heads, columns.padded)), rows
+    return attend_by_bounds(q, cached, new, heads, columns), rows
+
+
+def attend_by_bounds(q: torch.Tensor, cached: torch.Tensor, new: torch.Tensor, heads: Heads, columns: PackedColumns) -> torch.Tensor:
+    """[N, H, value] as `attend_packed`, by the operator of packed sequences: keys and values of every head written out, none of them padding."""
     keys = new if not cached.shape[1] else moved(torch.cat([cached.flatten(0, 1), new]), columns.keys, columns.key_of)
     kv = heads.expand(keys[:, : heads.rank]).view(keys.shape[0], q.shape[1], -1)
     bounds = columns.key_bounds if cached.shape[1] else None
     wide = torch.promote_types(q.dtype, torch.float32)
-    o = mla_prefill(q, kv, keys[:, heads.rank :], cu_seqlens=packed.bounds32, cu_seqlens_k=bounds, scale=heads.scale, out_dtype=wide)
-    return o.to(q.dtype), rows
+    o = mla_prefill(q, kv, keys[:, heads.rank :], cu_seqlens=columns.packed.bounds32, cu_seqlens_k=bounds, scale=heads.scale, out_dtype=wide)
+    return o.to(q.dtype)
