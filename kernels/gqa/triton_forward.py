@@ -116,7 +116,7 @@ def _queries(q, seen, first, begin, length, head, r, HEADS: tl.constexpr, GROUP:
 @triton.jit
 def _forward(q, keys, values, rows, starts_q, starts_k, seen, tiles, out, lse, count, stride, scale, HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr,
              VALUE: tl.constexpr, D: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PART: tl.constexpr, STAGES: tl.constexpr,
-             INDEXED: tl.constexpr):
+             INDEXED: tl.constexpr, MODE: tl.constexpr):
     # The last tiles have the most keys and begin first.
     tile = count - 1 - tl.program_id(0)
     head = tl.program_id(1)
@@ -138,18 +138,39 @@ def _forward(q, keys, values, rows, starts_q, starts_k, seen, tiles, out, lse, c
     acc = tl.zeros((ROWS, V), tl.float32)
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
-    for at in tl.range(0, stop, KEYS, num_stages=STAGES):
-        inside = at + j < stop
-        row = key_rows(rows, begin_k, at, j, inside, INDEXED)
-        key = tl.load(keys + row[:, None] * (HEADS // GROUP * WIDTH) + head * WIDTH + d[None, :], mask=live_rows(inside, d, WIDTH, D), other=0.0)
-        value = tl.load(values + row[:, None] * (HEADS // GROUP * VALUE) + head * VALUE + f[None, :], mask=live_rows(inside, f, VALUE, V), other=0.0)
-        if at % PART == 0:
-            whole_acc, whole_top, whole_total = added(whole_acc, whole_top, whole_total, acc, top, total)
+    if MODE == 1:
+        for start in range(0, stop, PART):
             acc = tl.zeros((ROWS, V), tl.float32)
             top = tl.full((ROWS,), float("-inf"), tl.float32)
             total = tl.zeros((ROWS,), tl.float32)
-        acc, top, total = tile_of_keys(query, key, value, acc, top, total, at, limit, everyone, scale, KEYS)
-    whole_acc, whole_top, whole_total = added(whole_acc, whole_top, whole_total, acc, top, total)
+            for at in tl.range(start, tl.minimum(start + PART, stop), KEYS, num_stages=STAGES):
+                inside = at + j < stop
+                row = key_rows(rows, begin_k, at, j, inside, INDEXED)
+                key = tl.load(keys + row[:, None] * (HEADS // GROUP * WIDTH) + head * WIDTH + d[None, :], mask=live_rows(inside, d, WIDTH, D), other=0.0)
+                value = tl.load(values + row[:, None] * (HEADS // GROUP * VALUE) + head * VALUE + f[None, :], mask=live_rows(inside, f, VALUE, V), other=0.0)
+                acc, top, total = tile_of_keys(query, key, value, acc, top, total, at, limit, everyone, scale, KEYS)
+            whole_acc, whole_top, whole_total = added(whole_acc, whole_top, whole_total, acc, top, total)
+    elif MODE == 2:
+        for at in tl.range(0, stop, KEYS, num_stages=STAGES):
+            inside = at + j < stop
+            row = key_rows(rows, begin_k, at, j, inside, INDEXED)
+            key = tl.load(keys + row[:, None] * (HEADS // GROUP * WIDTH) + head * WIDTH + d[None, :], mask=live_rows(inside, d, WIDTH, D), other=0.0)
+            value = tl.load(values + row[:, None] * (HEADS // GROUP * VALUE) + head * VALUE + f[None, :], mask=live_rows(inside, f, VALUE, V), other=0.0)
+            acc, top, total = tile_of_keys(query, key, value, acc, top, total, at, limit, everyone, scale, KEYS)
+        whole_acc, whole_top, whole_total = added(whole_acc, whole_top, whole_total, acc, top, total)
+    else:
+        for at in tl.range(0, stop, KEYS, num_stages=STAGES):
+            inside = at + j < stop
+            row = key_rows(rows, begin_k, at, j, inside, INDEXED)
+            key = tl.load(keys + row[:, None] * (HEADS // GROUP * WIDTH) + head * WIDTH + d[None, :], mask=live_rows(inside, d, WIDTH, D), other=0.0)
+            value = tl.load(values + row[:, None] * (HEADS // GROUP * VALUE) + head * VALUE + f[None, :], mask=live_rows(inside, f, VALUE, V), other=0.0)
+            if at % PART == 0:
+                whole_acc, whole_top, whole_total = added(whole_acc, whole_top, whole_total, acc, top, total)
+                acc = tl.zeros((ROWS, V), tl.float32)
+                top = tl.full((ROWS,), float("-inf"), tl.float32)
+                total = tl.zeros((ROWS,), tl.float32)
+            acc, top, total = tile_of_keys(query, key, value, acc, top, total, at, limit, everyone, scale, KEYS)
+        whole_acc, whole_top, whole_total = added(whole_acc, whole_top, whole_total, acc, top, total)
     whole_acc, some, divisor = _finished(whole_acc, whole_total)
     row_q = first + r
     live = row_q < length * GROUP
@@ -244,7 +265,7 @@ def _constants(sizes: Sizes, layout: Layout, configuration: Configuration) -> di
 
 def forward(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layout: Layout, sizes: Sizes, scale: float, out_dtype: torch.dtype,
-    configuration: Configuration | None = None, part: int = PART,
+    configuration: Configuration | None = None, part: int = PART, mode: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out [..., H, Dv] in out_dtype, log2 of the sum of exp2 of the scores, fp32 [Hkv, queries * group]: infinite for a query that sees no key) of contiguous
     inputs."""
@@ -255,7 +276,7 @@ def forward(
     if out.numel():
         _forward[(tiles.shape[0], sizes.key_heads)](
             q, keys, values, q if layout.rows is None else layout.rows, layout.starts_q, layout.starts_k, layout.seen, tiles, out, lse, tiles.shape[0], lse.stride(0),
-            scale / math.log(2), PART=part, **_constants(sizes, layout, configuration),
+            scale / math.log(2), PART=part, MODE=mode if mode is not None else 1 if layout.longest_k > part else 2, **_constants(sizes, layout, configuration),
         )
     return out, lse
 
