@@ -16,6 +16,7 @@ from contextlib import aclosing
 from pathlib import Path
 
 import structlog
+import torch
 
 from driftline.messages.bus import Bus, Delivery
 from driftline.messages.dead_letters import follow_dead, group_of
@@ -48,6 +49,7 @@ from driftline.services.learner.determinism import compute_deterministically
 from driftline.services.learner.handing_in import HandingIn
 from driftline.services.learner.held import HeldMembers
 from driftline.services.learner.ledger import LedgerPen
+from driftline.services.learner.memory_plan import GIB, plan_of
 from driftline.services.learner.numerics import numerics_facts
 from driftline.services.learner.ownership import Ownership
 from driftline.services.learner.probe import NumericsProbe
@@ -57,7 +59,7 @@ from driftline.services.learner.route_replay import check_routes
 from driftline.services.learner.start_files import start_files
 from driftline.services.learner.trainer import StepReport, Trainer
 from driftline.services.learner.watch import StepDrift, Watch, halted_because, rules_of, watch_values
-from driftline.services.policy_model import build_model, policy_torch_dtype
+from driftline.services.policy_model import build_model, compute_dtype, policy_torch_dtype
 from driftline.services.publishing import pull_patiently
 from driftline.services.runtime import run_topology
 from driftline.services.telemetry import Reporter
@@ -157,6 +159,7 @@ class LearnerService:
         """The trainer at the newest head; version 0 is published here if there is none yet."""
         learner = self._config.learner
         compute_deterministically(learner.device)
+        await asyncio.to_thread(self._plan)
         model = await asyncio.to_thread(build_model, self._config, device=learner.device, threads=learner.threads)
         trainer = Trainer(model, learner, dtype=policy_torch_dtype(self._config), count_flips=self._rules.count_flips)
         if learner.probe_members:
@@ -179,6 +182,14 @@ class LearnerService:
                 checkpoint=found.start, steps_recomputed=found.steps, **({"cause": found.cause} if found.cause else {}))
         await store_version(self._bus, manifest.recorded)
         return trainer
+
+    def _plan(self) -> None:
+        """What a step will need, on record; ConfigError before anything is allocated where the device has too little."""
+        device = self._config.learner.device
+        plan = plan_of(self._config, compute_dtype(self._config, device))
+        log.info("memory planned", device=device, tokens=plan.load.tokens, gib={part.value: round(size / GIB, 3) for part, size in plan.parts.items() if size})
+        if device.startswith("cuda"):
+            plan.require(torch.cuda.mem_get_info(device)[1], device)
 
     async def _remember(self, version: int, trainer: Trainer) -> None:
         if self._probe is not None:
