@@ -32,7 +32,7 @@ def configuration(directory: Path) -> tuple[AnyConfig, Quantisation]:
     """What `config.json` of the directory describes, and the form in which it says the routed experts are stored. Raises ConfigError naming file and field."""
     path = directory / "config.json"
     kind = _model_type(path)
-    if kind in set(Architecture):
+    if isinstance(kind, str) and kind in set(Architecture):
         return DenseConfig.load(directory), Quantisation.NONE
     if kind not in _K3_TYPES:
         raise ConfigError("no decoder of this model_type", field=f"{path}: model_type", value=kind,

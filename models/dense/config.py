@@ -71,7 +71,7 @@ class DenseConfig(BaseModel):
     num_attention_heads: int = Field(ge=1)
     num_key_value_heads: int = Field(ge=1)
     head_dim: int = Field(ge=2)
-    rms_norm_eps: float = Field(default=1e-6, ge=0.0)
+    rms_norm_eps: float = Field(default=1e-6, ge=0.0, allow_inf_nan=False)
     rope: Rope = Rope()
     rotating: tuple[int, ...] | None = None
     qk_norm: bool = False
@@ -115,10 +115,10 @@ class DenseConfig(BaseModel):
         if not isinstance(raw, Mapping) or not isinstance(raw.get("text_config", raw), Mapping):
             raise ConfigError("not an object of fields", field=at, value=raw, remedy="restore the file from its source")
         body: Mapping[str, Any] = raw.get("text_config", raw)
-        if body.get("model_type") not in _FAMILIES:
-            raise ConfigError("no dense decoder of this model_type", field=f"{at}: model_type", value=body.get("model_type"),
-                              remedy=f"one of {', '.join(sorted(_FAMILIES))}")
-        family = _FAMILIES[Architecture(body["model_type"])]
+        kind = body.get("model_type")
+        if not isinstance(kind, str) or kind not in _FAMILIES:
+            raise ConfigError("no dense decoder of this model_type", field=f"{at}: model_type", value=kind, remedy=f"one of {', '.join(sorted(_FAMILIES))}")
+        family = _FAMILIES[Architecture(kind)]
         _refuse_others(raw, body, family, at)
         try:
             return cls.model_validate(_fields(body, family, at))
@@ -166,11 +166,12 @@ def _refuse_others(raw: Mapping[str, Any], body: Mapping[str, Any], family: _Fam
             raise ConfigError("quantised weights of a dense model are read from .gguf files only", field=f"{at}: quantization_config",
                               value=where["quantization_config"], remedy="use the checkpoint before it was quantised, or a .gguf file")
     windowed = body.get("use_sliding_window", False) or (family.window_unless_said and body.get("sliding_window", 4096) is not None)
-    layers = {kind for kind in body.get("layer_types") or () if kind != "full_attention"}
+    kinds = body.get("layer_types") or []
+    layers = sorted({str(kind) for kind in (kinds if isinstance(kinds, list) else [kinds]) if kind != "full_attention"})
     if windowed or layers:
         name = "layer_types" if layers else "use_sliding_window" if body.get("use_sliding_window") else "sliding_window"
         raise ConfigError("every layer of this decoder attends to its whole context, and a model trained with a window is another one", field=f"{at}: {name}",
-                          value=sorted(map(str, layers)) or body.get(name, "left out, which means 4096"),
+                          value=layers or body.get(name, "left out, which means 4096"),
                           remedy="use a checkpoint without a window (Mistral from 7B v0.2 on has sliding_window = null)")
 
 
@@ -184,11 +185,11 @@ def _fields(body: Mapping[str, Any], family: _Family, at: str) -> dict[str, Any]
         family.key_value_heads if family.key_value_heads is not None and "num_key_value_heads" not in body else heads)
     said = body.get("head_dim") if body.get("head_dim") is not None else family.head_dim
     found["head_dim"] = said if said is not None or not (isinstance(heads, int) and isinstance(width, int) and heads > 0) else _quotient(width, heads, at)
-    biased = bool(body.get("attention_bias", False))
+    biased, mlp_biased = body.get("attention_bias") or False, body.get("mlp_bias") or False
     found["qk_norm"] = family.qk_norm
     found["qkv_bias"] = biased if family.qkv_bias is None else family.qkv_bias
     found["output_bias"] = biased if family.output_bias is None else family.output_bias
-    found["mlp_bias"] = bool(body.get("mlp_bias", False)) if family.mlp_bias is None else family.mlp_bias
+    found["mlp_bias"] = mlp_biased if family.mlp_bias is None else family.mlp_bias
     found["tie_word_embeddings"] = body["tie_word_embeddings"] if body.get("tie_word_embeddings") is not None else family.tied
     found["rope"] = Rope.of(body, family.rope_theta, at)
     if body.get("model_type") == Architecture.SMOLLM3:

@@ -39,7 +39,7 @@ _TAKES = {
 class Rope(BaseModel):
     """A scheme and its numbers, under the files' names; those a scheme does not use are None."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     rope_type: RopeType = RopeType.DEFAULT
     rope_theta: float = Field(default=10000.0, gt=1.0)
@@ -79,7 +79,7 @@ class Rope(BaseModel):
         said.pop("type", None)
         theta = said.pop("rope_theta", None)
         theta = theta if theta is not None else body.get("rope_theta")
-        if kind not in set(RopeType):
+        if not isinstance(kind, str) or kind not in set(RopeType):
             raise ConfigError("no rotation of this kind: one that follows the length of the sequence turns cached keys otherwise than recomputed ones",
                               field=f"{at}: {place}.rope_type", value=kind, remedy=f"one of {', '.join(RopeType)}")
         if said.pop("partial_rotary_factor", 1.0) != 1.0:

@@ -146,7 +146,7 @@ def test_what_changes_nothing_is_read(change: dict[str, Any]) -> None:
     assert of(**change).rope == Rope()
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "gemma3", "kimi_k9", 7])
+@pytest.mark.parametrize("kind", ["gpt2", "gemma3", "kimi_k9", 7, ["llama"]])
 def test_a_model_that_no_decoder_computes_is_refused_by_its_type(kind: object, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no decoder of this model_type.*kimi_linear.*llama.*qwen3"):
         configuration(written(tmp_path, {**SIZES, "model_type": kind}))
@@ -185,3 +185,25 @@ def test_yarn_of_a_published_file_is_what_its_authors_state() -> None:
     assert float(plain[-1] / stretched[-1]) == pytest.approx(4.0)
     assert amplitude(config.rope) == pytest.approx(1.138629436)
     assert {**YARN, "factor": 4.0}["rope_type"] == config.rope.rope_type
+
+
+ODD = st.one_of(st.none(), st.booleans(), st.sampled_from([-1, 0, 1, 3, 7, 10**30, 0.5, -2.0, float("inf"), float("nan"), "", "x", "default", "yarn"]),
+                st.just([]), st.just([[]]), st.just({}), st.just({"a": 1}), st.just([1, None]))
+
+
+@settings(max_examples=400, deadline=None)
+@given(kind=st.sampled_from(sorted(Architecture)), fields=st.dictionaries(st.sampled_from([
+    *SIZES, "model_type", "hidden_act", "head_dim", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "attention_bias", "mlp_bias", "tie_word_embeddings",
+    "sliding_window", "use_sliding_window", "layer_types", "no_rope_layers", "no_rope_layer_interval", "quantization_config", "partial_rotary_factor", "text_config",
+    "attention_dropout", "original_max_position_embeddings",
+]), ODD, max_size=3), scheme=st.dictionaries(st.sampled_from(["rope_type", "type", "factor", "rope_theta", "low_freq_factor", "truncate", "mscale",
+                                                             "original_max_position_embeddings", "partial_rotary_factor"]), ODD, max_size=3))
+def test_any_file_is_read_or_refused_by_name(kind: str, fields: dict[str, Any], scheme: dict[str, Any]) -> None:
+    body = {"model_type": kind, **SIZES, "sliding_window": None, "rope_scaling": scheme or None, **fields}
+    try:
+        config = DenseConfig.of(body, "config.json")
+    except ConfigError as refused:
+        assert "config.json" in str(refused)
+    else:
+        assert torch.isfinite(frequencies(config.rope, min(config.head_dim, 512))).all()
+        assert DenseConfig.of(config.document(), "again") == config
