@@ -1,4 +1,4 @@
-"""Log-probabilities of a micro-batch: each group's prompt once, its cache forked to the members, completions after it.
+"""Log-probabilities of a micro-batch: what all prompts begin with once, each group's prompt once, its cache forked to the members, completions after it.
 
 The same forward serves the trainer, which differentiates it, and the numerics probe. Right-padded, or packed without padding; either way a token's number is its
 own, whoever is beside it. Log-probabilities are of action tokens alone, so logits are never made of the others. Shapes: G groups, M members of them, P the longest
@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,9 +23,13 @@ from driftline.models.packed import Packed, moved
 from driftline.models.routes import RouteShape
 from driftline.models.tokenizer import ByteTokenizer
 from driftline.services.learner.assembler import BatchGroup
-from driftline.services.learner.route_replay import route_table, share_prompts
+from driftline.services.learner.route_replay import SharedPrompts, route_table, share_prompts
 
 __all__ = ["FlatTokens", "forward_groups"]
+
+LEAST_BEGINNING = 64
+LEAST_SAVED = 0.25
+"""A common beginning of fewer tokens, or that saves a smaller part of the prompts' tokens, is not worth a pass of its own."""
 
 
 @dataclass(frozen=True)
@@ -38,29 +44,52 @@ class FlatTokens:
     versions: np.ndarray
 
 
+class _Fed(NamedTuple):
+    """hidden [places, D] of a forward over several sequences; their caches; and the place of each one's first token, all its tokens in a row."""
+
+    hidden: torch.Tensor
+    cache: Cache
+    starts: list[int]
+
+
 @dataclass(frozen=True)
-class _Rows:
-    """Token ids of several sequences on the device, right-padded [rows, longest] or packed [1, all], and what a forward is told beside them."""
+class _Pass:
+    """How the sequences of one micro-batch go through the model: packed, or right-padded; replaying routes of `shape`, or none."""
 
-    tokens: torch.Tensor
-    lengths: torch.Tensor | None
-    packed: Packed | None
+    model: CausalLM
+    device: torch.device
+    packed: bool
+    shape: RouteShape | None
 
-    @classmethod
-    def of(cls, rows: Sequence[np.ndarray], model: CausalLM, device: torch.device, *, packed: bool) -> _Rows:
+    def fed(self, rows: Sequence[np.ndarray], tables: Sequence[np.ndarray | None], cache: Cache | None) -> _Fed:
+        """Feed token ids [n] of each sequence, with its recorded routes [n, layers, k], behind what its row of the cache has seen."""
         lengths = [len(r) for r in rows]
-        if packed:
-            flat = np.concatenate(rows).astype(np.int64)
-            return cls(torch.from_numpy(flat)[None].to(device), None, Packed.of(lengths, device))
+        if self.packed:
+            flat = torch.from_numpy(np.concatenate(rows).astype(np.int64))[None].to(self.device)
+            replay = route_table(tables, lengths, self.shape, device=self.device)
+            out = self.model(flat, cache=cache, replay=replay, packed=Packed.of(lengths, self.device))
+            return _Fed(out.hidden.flatten(0, 1), out.cache, [0, *accumulate(lengths)][:-1])
+        width = max(lengths)
         # Padding is never read; it is a token of the vocabulary.
-        out = np.full((len(rows), max(lengths)), min(ByteTokenizer.pad, model.config.vocab_size - 1), dtype=np.int64)
+        padded = np.full((len(rows), width), min(ByteTokenizer.pad, self.model.config.vocab_size - 1), dtype=np.int64)
         for i, r in enumerate(rows):
-            out[i, : len(r)] = r
-        return cls(torch.from_numpy(out).to(device), torch.tensor(lengths, device=device), None)
+            padded[i, : len(r)] = r
+        replay = route_table(tables, lengths, self.shape, device=self.device, width=width)
+        out = self.model(torch.from_numpy(padded).to(self.device), lengths=torch.tensor(lengths, device=self.device), cache=cache, replay=replay)
+        return _Fed(out.hidden.flatten(0, 1), out.cache, [i * width for i in range(len(rows))])
 
-    def routes(self, tables: Sequence[np.ndarray | None], lengths: Sequence[int], shape: RouteShape | None) -> torch.Tensor | None:
-        width = None if self.packed is not None else self.tokens.shape[1]
-        return route_table(tables, lengths, shape, device=self.tokens.device, width=width)
+    def after_prompts(self, shared: SharedPrompts) -> Cache | None:
+        """The caches of the distinct prompts; None when none of them has a token."""
+        cache: Cache | None = None
+        head = _beginning(shared)
+        tables = shared.prompt_routes
+        if head:
+            cache = self.fed([shared.prompts[0][:head]], [_cut(tables[0], slice(head))], None).cache
+            cache = cache.take(torch.zeros(len(shared.prompts), dtype=torch.int64, device=self.device))
+        rests = [p[head:] for p in shared.prompts]
+        if any(len(r) for r in rests):
+            cache = self.fed(rests, [_cut(t, slice(head, None)) for t in tables], cache).cache
+        return cache
 
 
 def forward_groups(
@@ -74,29 +103,45 @@ def forward_groups(
     shape = route_shape(model) if replay else None
     shared = share_prompts(groups, shape)
     members = [graded.trajectory for group in groups for graded in group.members]
-    cache: Cache | None = None
-    if any(len(p) for p in shared.prompts):
-        prompts = _Rows.of(shared.prompts, model, device, packed=packed)
-        ids = prompts.routes(shared.prompt_routes, [len(p) for p in shared.prompts], shape)
-        cache = model(prompts.tokens, lengths=prompts.lengths, replay=ids, packed=prompts.packed).cache
+    forward = _Pass(model, device, packed, shape)
+    cache = forward.after_prompts(shared)
+    if cache is not None:
         cache = cache.take(torch.tensor(shared.owner, device=device))
     # The last prompt token starts every completion, so one pass over it yields the first sampled token's logits.
-    inputs = [t.tokens[t.prompt_tokens - 1 : -1] for t in members]
-    rows = _Rows.of(inputs, model, device, packed=packed)
-    ids = rows.routes(shared.completion_routes, [len(r) for r in inputs], shape)
-    hidden = model(rows.tokens, lengths=rows.lengths, cache=cache, replay=ids, packed=rows.packed).hidden
-    actions = _actions(members, rows.tokens.shape[1] if rows.packed is None else None)
+    hidden, _, starts = forward.fed([t.tokens[t.prompt_tokens - 1 : -1] for t in members], shared.completion_routes, cache)
+    actions = _actions(members, starts)
     at = torch.from_numpy(actions.places).to(device)
-    back = torch.full((rows.tokens.numel(),), -1, dtype=torch.int64, device=device)
+    back = torch.full((len(hidden),), -1, dtype=torch.int64, device=device)
     back[at] = torch.arange(len(at), device=device)
     row = torch.from_numpy(actions.members).to(device)
     temperature = torch.tensor([t.temperature for t in members], device=device)
     targets = torch.from_numpy(actions.targets).to(device)
-    logp, entropy = model.logprobs(moved(hidden.flatten(0, 1), at, back), targets, temperature[row])
+    logp, entropy = model.logprobs(moved(hidden, at, back), targets, temperature[row])
     names = np.asarray(numbers if numbers is not None else range(first, first + len(members)), dtype=np.int64)
     behave = np.concatenate([t.logprobs[t.action_mask] for t in members])
     versions = np.concatenate([t.versions[t.action_mask] for t in members])
     return FlatTokens(logp, entropy, torch.from_numpy(behave).to(device), torch.from_numpy(names[actions.members]).to(device), versions)
+
+
+def _beginning(shared: SharedPrompts) -> int:
+    """How many first tokens all prompts share, with their routes, where computing them once saves enough; else 0."""
+    count, total = len(shared.prompts), sum(len(p) for p in shared.prompts)
+    shortest = min(len(p) for p in shared.prompts)
+    heads = np.stack([p[:shortest] for p in shared.prompts])
+    differ = (heads != heads[0]).any(0)
+    length = int(differ.argmax()) if differ.any() else shortest
+    if length < LEAST_BEGINNING or length * (count - 1) < LEAST_SAVED * total:
+        return 0
+    tables = [_cut(t, slice(length)) for t in shared.prompt_routes]
+    return length if all(_equal(t, tables[0]) for t in tables) else 0
+
+
+def _cut(table: np.ndarray | None, span: slice) -> np.ndarray | None:
+    return None if table is None else table[span]
+
+
+def _equal(a: np.ndarray | None, b: np.ndarray | None) -> bool:
+    return a is b or (a is not None and b is not None and np.array_equal(a, b))
 
 
 @dataclass(frozen=True)
@@ -108,14 +153,12 @@ class _Actions:
     targets: np.ndarray
 
 
-def _actions(members: Sequence[Trajectory], width: int | None) -> _Actions:
-    """`width` of a right-padded row; None: packed."""
+def _actions(members: Sequence[Trajectory], starts: Sequence[int]) -> _Actions:
+    """`starts`: where each member's last prompt token was fed."""
     places, owners, targets = [], [], []
-    start = 0
-    for i, t in enumerate(members):
+    for i, (t, start) in enumerate(zip(members, starts, strict=True)):
         at = np.flatnonzero(t.action_mask[t.prompt_tokens :])
         places.append(start + at)
         owners.append(np.full(len(at), i))
         targets.append(t.tokens[t.prompt_tokens + at])
-        start += len(t.tokens) - t.prompt_tokens if width is None else width
     return _Actions(*(np.concatenate(part).astype(np.int64) for part in (places, owners, targets)))

@@ -10,7 +10,7 @@ import torch
 from learning_samples import batch_of, grade, group, sample, small_model
 
 from driftline.kernels.mode import Numerics, using
-from driftline.models.causal_lm import CausalLM
+from driftline.models.causal_lm import CausalLM, ModelOutput
 from driftline.models.dense.config import DenseConfig
 from driftline.models.logprob import token_logprobs
 from driftline.models.lora import add_lora
@@ -19,7 +19,7 @@ from driftline.models.random_weights import random_model
 from driftline.models.state import policy_dtype
 from driftline.policy_store.forms import Changes
 from driftline.services.config import LearnerConfig
-from driftline.services.learner import objective
+from driftline.services.learner import objective, shared_prompts
 from driftline.services.learner import trainer as trainer_module
 from driftline.services.learner.assembler import Batch, BatchGroup
 from driftline.services.learner.gradients import summed_into
@@ -310,3 +310,69 @@ def test_the_loss_of_a_pack_sees_the_advantages_of_its_own_members(monkeypatch: 
         seen.append(set(pairs))
     assert seen[0] == seen[1]
     assert len(seen[0]) == len(batch.trajectories)
+
+
+BEGINNING = "A template and two solved examples, which every question of this task begins with: "
+
+
+def few_shot(model: CausalLM, **options: bool) -> Batch:
+    """Three groups whose prompts share 83 bytes; one asks nothing more."""
+    groups = [group(i, prompt=BEGINNING + question) for i, question in enumerate(("one", "", "another, longer"))]
+    sampled = sample(model, groups, 0, **options)
+    return Batch(0, tuple(BatchGroup(g, tuple(grade(t) for t in sampled[g.group]), ()) for g in groups))
+
+
+def fed_tokens(monkeypatch: pytest.MonkeyPatch, model: CausalLM) -> list[int]:
+    """Of each forward from now on, padding included."""
+    fed: list[int] = []
+    real = type(model).forward
+
+    def counted(self: CausalLM, tokens: torch.Tensor, *more: Any, **named: Any) -> ModelOutput:
+        fed.append(tokens.numel())
+        out: ModelOutput = real(self, tokens, *more, **named)
+        return out
+
+    monkeypatch.setattr(type(model), "forward", counted)
+    return fed
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("model", [small_model, small_dense])
+def test_what_all_prompts_begin_with_is_forwarded_once(model: Callable[[], CausalLM], packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = model().double()
+    batch = few_shot(made)
+    assert min(len(t.tokens) for t in batch.trajectories) > 83
+    shared = forward_groups(made, batch.groups, packed=packed)
+    fed = fed_tokens(monkeypatch, made)
+    forward_groups(made, batch.groups, packed=packed)
+    assert fed[0] >= 83
+    assert fed[1] < 3 * 20, "the rests of three prompts"
+    monkeypatch.setattr(shared_prompts, "LEAST_BEGINNING", 10**6)
+    apart = forward_groups(made, batch.groups, packed=packed)
+    assert (shared.logp - apart.logp).abs().max() < 1e-10
+    trained = [p for p in made.parameters() if p.requires_grad]
+    for a, b in zip(*(torch.autograd.grad(f.logp.sum(), trained, allow_unused=True) for f in (shared, apart)), strict=True):
+        assert (a is None) == (b is None)
+        if a is not None and b is not None:
+            torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-9)
+
+
+def test_replayed_routes_of_a_common_beginning_are_shared_where_they_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small_model().double()
+    groups = few_shot(model, record_routes=True).groups
+    fed = fed_tokens(monkeypatch, model)
+    shared = forward_groups(model, groups, replay=True)
+    assert len(fed) == 3
+    moved = []
+    for graded in groups[2].members:
+        t = graded.trajectory
+        assert t.routes is not None
+        routes = t.routes.copy()
+        routes[3] = (routes[3] + 1) % 4
+        moved.append(graded.model_copy(update={"trajectory": t.model_copy(update={"routes": routes})}))
+    edited = (*groups[:2], BatchGroup(groups[2].group, tuple(moved), ()))
+    fed.clear()
+    other = forward_groups(model, edited, replay=True)
+    assert len(fed) == 2
+    assert (shared.logp - other.logp)[shared.sequence < 8].abs().max() < 1e-10
+    assert (shared.logp - other.logp)[shared.sequence >= 8].abs().max() > 1e-9
