@@ -11,10 +11,14 @@ from enum import IntEnum
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from driftline.messages.errors import IntegrityError
 
 __all__ = ["BLOCKS", "Block", "Kind", "dequantised"]
+
+Bytes = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float32]
 
 
 class Kind(IntEnum):
@@ -50,7 +54,7 @@ _PIECE = 1 << 20
 """Weights that are expanded at a time: temporaries stay some megabytes."""
 
 
-def dequantised(raw: np.ndarray, kind: Kind, shape: tuple[int, ...]) -> np.ndarray:
+def dequantised(raw: Bytes, kind: Kind, shape: tuple[int, ...]) -> Floats:
     """The weights of a tensor's stored bytes, uint8 [nbytes], as float32 [shape]. IntegrityError when there are more or fewer bytes than the shape's."""
     block = BLOCKS[kind]
     count = int(np.prod(shape, dtype=np.int64))
@@ -65,56 +69,56 @@ def dequantised(raw: np.ndarray, kind: Kind, shape: tuple[int, ...]) -> np.ndarr
     return out.reshape(shape)
 
 
-def _half(blocks: np.ndarray, at: int) -> np.ndarray:
+def _half(blocks: Bytes, at: int) -> Floats:
     """The half-precision number at a byte of each block, as fp32 [n, 1]."""
     return np.ascontiguousarray(blocks[:, at : at + 2]).view("<f2").astype(np.float32)
 
 
-def _nibbles(packed: np.ndarray) -> np.ndarray:
+def _nibbles(packed: Bytes) -> Bytes:
     """uint8 [n, 16] -> [n, 32]: the low nibbles, then the high ones."""
     return np.concatenate([packed & 15, packed >> 4], 1)
 
 
-def _fifth_bits(blocks: np.ndarray, at: int) -> np.ndarray:
+def _fifth_bits(blocks: Bytes, at: int) -> Bytes:
     """Bit i of the 32-bit number at a byte of each block, as uint8 [n, 32]."""
     return np.unpackbits(np.ascontiguousarray(blocks[:, at : at + 4]), axis=1, bitorder="little")
 
 
-def _f32(blocks: np.ndarray) -> np.ndarray:
+def _f32(blocks: Bytes) -> Floats:
     return np.ascontiguousarray(blocks).view("<f4")
 
 
-def _f16(blocks: np.ndarray) -> np.ndarray:
+def _f16(blocks: Bytes) -> Floats:
     return _half(blocks, 0)
 
 
-def _bf16(blocks: np.ndarray) -> np.ndarray:
+def _bf16(blocks: Bytes) -> Floats:
     return (np.ascontiguousarray(blocks).view("<u2").astype(np.uint32) << 16).view(np.float32)
 
 
-def _q4_0(blocks: np.ndarray) -> np.ndarray:
+def _q4_0(blocks: Bytes) -> Floats:
     return _half(blocks, 0) * (_nibbles(blocks[:, 2:]).astype(np.float32) - 8)
 
 
-def _q4_1(blocks: np.ndarray) -> np.ndarray:
+def _q4_1(blocks: Bytes) -> Floats:
     return _half(blocks, 0) * _nibbles(blocks[:, 4:]).astype(np.float32) + _half(blocks, 2)
 
 
-def _q5_0(blocks: np.ndarray) -> np.ndarray:
+def _q5_0(blocks: Bytes) -> Floats:
     codes = _nibbles(blocks[:, 6:]) | (_fifth_bits(blocks, 2) << 4)
     return _half(blocks, 0) * (codes.astype(np.float32) - 16)
 
 
-def _q5_1(blocks: np.ndarray) -> np.ndarray:
+def _q5_1(blocks: Bytes) -> Floats:
     codes = _nibbles(blocks[:, 8:]) | (_fifth_bits(blocks, 4) << 4)
     return _half(blocks, 0) * codes.astype(np.float32) + _half(blocks, 2)
 
 
-def _q8_0(blocks: np.ndarray) -> np.ndarray:
+def _q8_0(blocks: Bytes) -> Floats:
     return _half(blocks, 0) * np.ascontiguousarray(blocks[:, 2:]).view(np.int8).astype(np.float32)
 
 
-def _six_bit_pairs(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _six_bit_pairs(packed: Bytes) -> tuple[Floats, Floats]:
     """The eight scales and eight minima, 6 bits each, that 12 bytes of a block hold: uint8 [n, 12] -> two of [n, 8, 1]."""
     low, middle, high = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]
     scales = np.concatenate([low & 63, (high & 15) | (low >> 6 << 4)], 1)
@@ -122,39 +126,38 @@ def _six_bit_pairs(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return scales[:, :, None].astype(np.float32), minima[:, :, None].astype(np.float32)
 
 
-def _groups_of_64(packed: np.ndarray) -> np.ndarray:
+def _groups_of_64(packed: Bytes) -> Bytes:
     """uint8 [n, 128] -> [n, 8, 32]: 32 bytes hold 32 low nibbles and then the next 32 weights' in the high ones."""
     pairs = packed.reshape(-1, 4, 1, 32)
     return np.concatenate([pairs & 15, pairs >> 4], 2).reshape(-1, 8, 32)
 
 
-def _k_form(blocks: np.ndarray, codes: np.ndarray) -> np.ndarray:
+def _k_form(blocks: Bytes, codes: Bytes) -> Floats:
     scales, minima = _six_bit_pairs(blocks[:, 4:16])
     scale, minimum = _half(blocks, 0)[:, :, None] * scales, _half(blocks, 2)[:, :, None] * minima
-    made: np.ndarray = (scale * codes.astype(np.float32) - minimum).reshape(-1, 256)
-    return made
+    return (scale * codes.astype(np.float32) - minimum).reshape(-1, 256)
 
 
-def _q4_k(blocks: np.ndarray) -> np.ndarray:
+def _q4_k(blocks: Bytes) -> Floats:
     return _k_form(blocks, _groups_of_64(blocks[:, 16:]))
 
 
-def _q5_k(blocks: np.ndarray) -> np.ndarray:
-    fifth = blocks[:, 16:48, None] >> np.arange(8, dtype=np.uint8) & 1  # bit g of byte i belongs to weight i of group g
-    return _k_form(blocks, _groups_of_64(blocks[:, 48:]) | (fifth.swapaxes(1, 2) << 4))
+def _q5_k(blocks: Bytes) -> Floats:
+    fifth: Bytes = blocks[:, 16:48, None] >> np.arange(8, dtype=np.uint8) & np.uint8(1)  # bit g of byte i belongs to weight i of group g
+    return _k_form(blocks, _groups_of_64(blocks[:, 48:]) | (fifth.swapaxes(1, 2) << np.uint8(4)))
 
 
-def _q6_k(blocks: np.ndarray) -> np.ndarray:
+def _q6_k(blocks: Bytes) -> Floats:
     low, high = blocks[:, :128].reshape(-1, 2, 1, 64), blocks[:, 128:192].reshape(-1, 2, 1, 32)
     nibbles = np.concatenate([low & 15, low >> 4], 2).reshape(-1, 2, 4, 32)
     upper = np.concatenate([high >> shift & 3 for shift in (0, 2, 4, 6)], 2)
     codes = (nibbles | (upper << 4)).astype(np.int8) - np.int8(32)
     scales = np.ascontiguousarray(blocks[:, 192:208]).view(np.int8).astype(np.float32)
-    made: np.ndarray = ((_half(blocks, 208) * scales)[:, :, None] * codes.reshape(-1, 16, 16).astype(np.float32)).reshape(-1, 256)
+    made: Floats = ((_half(blocks, 208) * scales)[:, :, None] * codes.reshape(-1, 16, 16).astype(np.float32)).reshape(-1, 256)
     return made
 
 
-_EXPAND: Mapping[Kind, Callable[[np.ndarray], np.ndarray]] = {
+_EXPAND: Mapping[Kind, Callable[[Bytes], Floats]] = {
     Kind.F32: _f32, Kind.F16: _f16, Kind.BF16: _bf16, Kind.Q4_0: _q4_0, Kind.Q4_1: _q4_1, Kind.Q5_0: _q5_0, Kind.Q5_1: _q5_1, Kind.Q8_0: _q8_0,
     Kind.Q4_K: _q4_k, Kind.Q5_K: _q5_k, Kind.Q6_K: _q6_k,
 }

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from driftline.messages.errors import ConfigError, IntegrityError
 from driftline.models.gguf.blocks import BLOCKS, Kind
@@ -67,7 +68,7 @@ class GgufFile:
             content = np.memmap(path, np.uint8, "r") if size else np.zeros(0, np.uint8)
         except OSError as error:
             raise ConfigError(f"cannot be read: {error.strerror}", field="GGUF file", value=str(path), remedy="name a .gguf file") from error
-        cursor = _Cursor(path, memoryview(content))
+        cursor = _Cursor(path, content.data)
         version = _version(path, cursor)
         tensor_count, value_count = cursor.count("<u8", 1), cursor.count("<u8", 1)
         metadata: dict[str, Value] = {}
@@ -81,7 +82,7 @@ class GgufFile:
         first = -(-cursor.at // alignment) * alignment
         return cls(path, version, metadata, _placed(cursor, places, first, alignment))
 
-    def bytes_of(self, name: str) -> np.ndarray:
+    def bytes_of(self, name: str) -> npt.NDArray[np.uint8]:
         """The stored bytes of a tensor, uint8 [nbytes]. KeyError when the file has no such tensor, IntegrityError when it became shorter."""
         tensor = self.tensors[name]
         found = np.fromfile(self.path, np.uint8, tensor.nbytes, offset=tensor.start)
@@ -149,7 +150,8 @@ class _Cursor:
             raise self.broken(f"{key} is an array of a type that is not read", kind)
         dtype = np.dtype(_SCALARS[kind])
         length = self.count("<u8", dtype.itemsize)
-        return np.frombuffer(self.take(length * dtype.itemsize), dtype).tolist()
+        numbers: list[Any] = np.frombuffer(self.take(length * dtype.itemsize), dtype).tolist()
+        return numbers
 
 
 def _version(path: Path, cursor: _Cursor) -> int:
