@@ -157,16 +157,29 @@ class BankExperts(nn.Module):
         self.choice = choice
 
     def forward(self, z: torch.Tensor, ids: torch.Tensor, gates: torch.Tensor, beta: float, linear_beta: float) -> torch.Tensor:
-        """z [N, Z], ids and gates [N, k]: [N, Z]."""
+        """z [N, Z], ids and gates [N, k]: [N, Z]. A token whose adapter has no update here goes through the base's own operator, as it would alone."""
         chosen = self.choice()
-        if not chosen.present or not z.shape[0]:
-            out: torch.Tensor = self.base(z, ids, gates, beta, linear_beta)
-            return out
+        having = frozenset(slot for slot in chosen.present if any(isinstance(stack, Stack) and stack.held[slot] is not None for stack in self.stacks.values()))
+        if not having or not z.shape[0]:
+            return self._plain(z, ids, gates, beta, linear_beta)
+        tokens = chosen.tokens(z.shape[0], z.device)
+        some, others = tokens.parted(having)
+        adapted = self._adapted(z[some], ids[some], gates[some], beta, linear_beta, tokens.index[some, None], chosen.slots)
+        if not others.shape[0]:
+            return adapted
+        plain = self._plain(z[others], ids[others], gates[others], beta, linear_beta)
+        return torch.cat([adapted, plain])[torch.cat([some, others]).argsort()]
+
+    def _plain(self, z: torch.Tensor, ids: torch.Tensor, gates: torch.Tensor, beta: float, linear_beta: float) -> torch.Tensor:
+        out: torch.Tensor = self.base(z, ids, gates, beta, linear_beta)
+        return out
+
+    def _adapted(self, z: torch.Tensor, ids: torch.Tensor, gates: torch.Tensor, beta: float, linear_beta: float, index: torch.Tensor, slots: int) -> torch.Tensor:
+        """index [N, 1]: each token's adapter."""
         experts = self.base.w1.shape[0]
         rows = groups_of(ids, experts)
-        index = chosen.tokens(z.shape[0], z.device).index[:, None]
-        both = torch.where((ids >= 0) & (ids < experts) & (index >= 0), index * experts + ids, -1)
-        pairs = _Pairs(both, chosen.slots, experts, rows.pairs.long(), rows.rows.long())
+        both = torch.where((ids >= 0) & (ids < experts), index * experts + ids, -1)
+        pairs = _Pairs(both, slots, experts, rows.pairs.long(), rows.rows.long())
         x = pairs_of(z, rows)
         gate, up = ((grouped_linear(x, rows, getattr(self.base, which)) + self._term(which, x, pairs)) for which in ("w1", "w3"))
         h = situ_glu(gate, up, beta, linear_beta)

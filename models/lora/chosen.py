@@ -20,11 +20,22 @@ __all__ = ["Chosen", "Tokens"]
 
 @dataclass(frozen=True)
 class Tokens:
-    """index int64 [N] on the device, -1 for none; rows: the tokens sorted by adapter; spans: (adapter, first, last) of the sorted tokens that have one, on the host."""
+    """index int64 [N] on the device, -1 for none; rows: the tokens sorted by adapter; spans: (adapter, first, last) of the sorted tokens that have one, on the host;
+    slots: index on the host."""
 
     index: torch.Tensor
     rows: Plan
     spans: tuple[tuple[int, int, int], ...]
+    slots: tuple[int, ...]
+    _parted: dict[frozenset[int], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict, compare=False)
+
+    def parted(self, some: frozenset[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which tokens have one of these adapters, and which have another or none: int64, on the device."""
+        if some not in self._parted:
+            both = [[at for at, slot in enumerate(self.slots) if (slot in some) is wanted] for wanted in (True, False)]
+            having, others = (torch.tensor(places, dtype=torch.int64, device=self.index.device) for places in both)
+            self._parted[some] = having, others
+        return self._parted[some]
 
 
 @dataclass(frozen=True)
@@ -44,9 +55,7 @@ class Chosen:
     def tokens(self, count: int, device: torch.device) -> Tokens:
         """The adapters of `count` tokens. Raises ValueError when they cannot be these rows'."""
         if (count, device) not in self._made:
-            index = self._spread(count)
-            on_device = torch.tensor(index, dtype=torch.int64, device=device)
-            self._made[count, device] = Tokens(on_device, groups_of(on_device[:, None], self.slots), _spans(index))
+            self._made[count, device] = tokens_of(self._spread(count), self.slots, device)
         return self._made[count, device]
 
     def _spread(self, count: int) -> list[int]:
@@ -57,6 +66,12 @@ class Chosen:
             return [slot for slot in self.index for _ in range(count // rows)]
         raise ValueError(f"a layer got {count} tokens, and the adapters were chosen for {rows} rows"
                          f"{'' if self.lengths is None else f' packed to {sum(self.lengths)} tokens'}: choose them for the rows of this very forward")
+
+
+def tokens_of(index: Sequence[int], count: int, device: torch.device) -> Tokens:
+    """Of tokens with these adapters, of a bank of `count` slots."""
+    on_device = torch.tensor(index, dtype=torch.int64, device=device)
+    return Tokens(on_device, groups_of(on_device[:, None], count), _spans(index), tuple(index))
 
 
 def _spans(index: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
