@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from learning_samples import batch_of, small_model
+from learning_samples import batch_of, group, sample, small_model
 
 from driftline.messages.types import Graded, Trajectory
 from driftline.models.causal_lm import CausalLM
@@ -46,11 +46,18 @@ def model_of(kind: str) -> CausalLM:
     return model
 
 
-def ragged(model: CausalLM, *, routes: bool) -> Batch:
+def long_prompts(model: CausalLM, *, routes: bool) -> Batch:
+    """Three groups whose prompts begin alike for some seventy tokens, one of which is no longer than that."""
+    groups = [group(i, prompt="solved: " + "3 + 4 = 7; " * 6 + end) for i, end in enumerate(("", "1 + 1", "a somewhat longer question"))]
+    sampled = sample(model, groups, record_routes=routes)
+    return Batch(0, tuple(BatchGroup(g, tuple(Graded(run=t.run, trajectory=t, reward=0.0) for t in sampled[g.group]), ()) for g in groups))
+
+
+def ragged(model: CausalLM, *, routes: bool, common: bool = False) -> Batch:
     """Sampled by this model, then moved away from it: other recorded probabilities, a tool's tokens inside, unequal lengths, a temperature of its own each."""
     rng = np.random.default_rng(3)
     groups = []
-    for g in batch_of(model, count=3, record_routes=routes).groups:
+    for g in (long_prompts(model, routes=routes) if common else batch_of(model, count=3, record_routes=routes)).groups:
         members = []
         for i, m in enumerate(g.members):
             t = m.trajectory
@@ -86,9 +93,9 @@ def by_hand(model: CausalLM, batch: Batch, *, replay: bool = False) -> tuple[flo
     exact = copy.deepcopy(model).double()
     trained = [p for p in exact.parameters() if p.requires_grad]
     total, count = torch.zeros((), dtype=torch.float64), 0
-    for group in batch.groups:
-        rewards = torch.tensor([m.reward for m in group.members], dtype=torch.float64)
-        for m, advantage in zip(group.members, (rewards - rewards.mean()).tolist(), strict=True):
+    for judged in batch.groups:
+        rewards = torch.tensor([m.reward for m in judged.members], dtype=torch.float64)
+        for m, advantage in zip(judged.members, (rewards - rewards.mean()).tolist(), strict=True):
             s = log_ratios(exact, m.trajectory, replay=replay).mean().exp()
             plain, clipped = -s * advantage, -s.clamp(1 - CONFIG.eps_low, 1 + CONFIG.eps_high) * advantage
             value = torch.maximum(plain, clipped)
@@ -108,10 +115,11 @@ def by_learner(model: CausalLM, batch: Batch, **changes: Any) -> tuple[float, to
 @pytest.mark.parametrize("changes", [
     {"micro_batch_groups": 1}, {}, {"recompute": "layers"}, {"micro_batch_tokens": 12}, {"micro_batch_tokens": 60, "recompute": "layers"}, {"micro_batch_tokens": 4096},
 ], ids=str)
+@pytest.mark.parametrize("common", [False, True])
 @pytest.mark.parametrize("kind", ["k3", "dense", "lora"])
-def test_loss_and_gradient_are_those_of_the_formula(kind: str, changes: dict[str, Any]) -> None:
+def test_loss_and_gradient_are_those_of_the_formula(kind: str, common: bool, changes: dict[str, Any]) -> None:
     model = model_of(kind)
-    batch = ragged(model, routes=False)
+    batch = ragged(model, routes=False, common=common)
     want, exact = by_hand(model, batch)
     got, gradient = by_learner(model, batch, **changes)
     assert got == pytest.approx(want, rel=1e-4, abs=1e-6)
@@ -120,10 +128,11 @@ def test_loss_and_gradient_are_those_of_the_formula(kind: str, changes: dict[str
 
 
 @pytest.mark.parametrize("changes", [{}, {"micro_batch_tokens": 40, "recompute": "layers"}], ids=str)
+@pytest.mark.parametrize("common", [False, True])
 @pytest.mark.parametrize("kind", ["k3", "lora"])
-def test_replayed_routes_give_the_gradient_of_the_formula_at_those_routes(kind: str, changes: dict[str, Any]) -> None:
+def test_replayed_routes_give_the_gradient_of_the_formula_at_those_routes(kind: str, common: bool, changes: dict[str, Any]) -> None:
     model = model_of(kind)
-    batch = ragged(model, routes=True)
+    batch = ragged(model, routes=True, common=common)
     want, exact = by_hand(model, batch, replay=True)
     got, gradient = by_learner(model, batch, router_replay=True, **changes)
     assert got == pytest.approx(want, rel=1e-4, abs=1e-6)
@@ -138,14 +147,14 @@ def test_a_mistake_in_what_is_compared_is_further_off_than_that(mistake: str) ->
     model = model_of("k3")
     _, exact = by_hand(model, ragged(model, routes=False))
     moved = ragged(model, routes=False)
-    for group in moved.groups:
-        for i, member in enumerate(group.members):
+    for judged in moved.groups:
+        for i, member in enumerate(judged.members):
             t = member.trajectory
             if mistake == "missing":
                 t.logprobs[np.flatnonzero(t.action_mask)[0]] = 0.0
             elif mistake == "tool":
                 t.action_mask[t.prompt_tokens :] = True
             else:
-                group.members[i].__dict__["trajectory"] = t.model_copy(update={"temperature": 1.0})
+                judged.members[i].__dict__["trajectory"] = t.model_copy(update={"temperature": 1.0})
     _, other = by_hand(model, moved)
     assert (other - exact).norm() > 1e-2 * exact.norm()
