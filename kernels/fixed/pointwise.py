@@ -17,7 +17,7 @@ from driftline.kernels.mode import deterministic
 __all__ = ["exp", "log", "sigmoid", "silu", "tanh"]
 
 PIECE = 2048
-"""Elements at a time: no more than any of torch's loops gives to one thread."""
+"""Elements at a time where there are several threads: no more than any of torch's loops gives to one of them."""
 
 VECTORS = 128
 """Elements that every piece is a multiple of: two vectors of 512 bits, unrolled, of the narrowest dtype."""
@@ -31,8 +31,11 @@ def _by_vectors(function: Callable[..., torch.Tensor], x: torch.Tensor) -> torch
     if whole != count or flat.data_ptr() % 64:
         flat = torch.cat([flat, flat.new_zeros(whole - count)])
     out = torch.empty_like(flat)
-    for start in range(0, whole, PIECE):
-        function(flat[start : start + PIECE], out=out[start : start + PIECE])
+    if whole <= PIECE or torch.get_num_threads() == 1:
+        function(flat, out=out)
+    else:
+        for start in range(0, whole, PIECE):
+            function(flat[start : start + PIECE], out=out[start : start + PIECE])
     return out[:count].view(x.shape)
 
 
