@@ -6,11 +6,11 @@ in a forward. A sequence may have no token or one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -18,6 +18,8 @@ from torch.autograd.function import once_differentiable
 from driftline.models.cache import Cache
 
 __all__ = ["Packed", "moved"]
+
+T = TypeVar("T")
 
 
 def moved(x: torch.Tensor, source: torch.Tensor, target: torch.Tensor, fill: float = 0.0) -> torch.Tensor:
@@ -114,6 +116,17 @@ class Packed:
         """int64 [S * longest]: the token at each place of the right-padded form, -1 at padding."""
         at = torch.arange(self.longest, device=self.bounds.device) + self.bounds[:-1, None]
         return at.masked_fill(~self.real, -1).flatten()
+
+    def remembered(self, key: Hashable, make: Callable[[], T]) -> T:
+        """`make()`, made once: index tensors that every layer needs."""
+        if key not in self._made:
+            self._made[key] = make()
+        found: T = self._made[key]
+        return found
+
+    @cached_property
+    def _made(self) -> dict[Hashable, Any]:
+        return {}
 
     def padded(self, x: torch.Tensor, fill: float = 0.0) -> torch.Tensor:
         """x [N, ...] as [S, longest, ...], right-padded with `fill`. Differentiable in x."""

@@ -21,24 +21,43 @@ from driftline.models.packed import Packed, moved
 __all__ = ["PackedColumns", "attend_by_bounds", "attend_packed", "convolve_packed"]
 
 
+@dataclass(frozen=True)
+class _Moves:
+    """Between the sequences with what they carry and one row in which each follows it; int64 maps as `moved` takes them.
+
+    source, target: from the carried rows [S c] and then the tokens [N], and back. token, token_of: from the row to the tokens. last, last_of: from the row to each
+    sequence's last c places [S c].
+    """
+
+    source: torch.Tensor
+    target: torch.Tensor
+    token: torch.Tensor
+    token_of: torch.Tensor
+    last: torch.Tensor
+    last_of: torch.Tensor
+
+    @classmethod
+    def of(cls, packed: Packed, carried: int) -> _Moves:
+        device = packed.bounds.device
+        begins = packed.bounds + torch.arange(packed.count + 1, device=device) * carried
+        total = packed.tokens + packed.count * carried
+        span = torch.arange(carried, device=device)
+        token = torch.arange(packed.tokens, device=device) + (packed.sequence + 1) * carried
+        target = torch.cat([(begins[:-1, None] + span).flatten(), token])
+        last = (begins[1:, None] - carried + span).flatten()
+        return cls(_inverse(target, total), target, token, _inverse(token, total), last, _inverse(last, total))
+
+
 def convolve_packed(x: torch.Tensor, weight: torch.Tensor, tail: torch.Tensor, packed: Packed) -> tuple[torch.Tensor, torch.Tensor]:
     """`short_conv` of packed sequences: x [1, N, C], weight [C, W], tail [S, W-1, C]. Returns [1, N, C] and the sequences' new tails.
 
     Differentiable in all three.
     """
-    count, carried, width = tail.shape
-    begins = packed.bounds + torch.arange(count + 1, device=x.device) * carried  # of the sequences in the row, each behind its tail
-    total = packed.tokens + count * carried
-    span = torch.arange(carried, device=x.device)
-    tokens = torch.arange(packed.tokens, device=x.device) + (packed.sequence + 1) * carried
-    tails = (begins[:-1, None] + span).flatten()
-    here = torch.cat([tails, tokens])  # of tail and x, their place in the row
-    back = torch.empty(total, dtype=torch.int64, device=x.device)
-    back[here] = torch.arange(total, device=x.device)
-    row = moved(torch.cat([tail.reshape(-1, width), x[0]]), back, here)
+    _, carried, width = tail.shape
+    moves: _Moves = packed.remembered(("moves", carried), lambda: _Moves.of(packed, carried))
+    row = moved(torch.cat([tail.reshape(-1, width), x[0]]), moves.source, moves.target)
     mixed, _ = short_conv(row[None], weight, row.new_zeros(1, carried, width))
-    last = (begins[1:, None] - carried + span).flatten()
-    return moved(mixed[0], tokens, _inverse(tokens, total))[None], moved(row, last, _inverse(last, total)).view_as(tail)
+    return moved(mixed[0], moves.token, moves.token_of)[None], moved(row, moves.last, moves.last_of).view_as(tail)
 
 
 def _inverse(source: torch.Tensor, size: int) -> torch.Tensor:

@@ -52,6 +52,7 @@ class Part(StrEnum):
     ACTIVATIONS = "activations"
     BACKWARD = "backward"
     CACHES = "caches"
+    PROBE = "probe"
     WORKSPACE = "workspace"
 
 
@@ -107,17 +108,23 @@ class MemoryPlan:
         return "lower learner.micro_batch_tokens"
 
 
-def plan_memory(model: CausalLM, load: Load, *, dtype: torch.dtype, recompute: Recompute) -> MemoryPlan:
-    """`model`: with its adapters, anywhere, the meta device too. `dtype`: what its parameters are held in; what a release keeps in float32 is."""
+def plan_memory(model: CausalLM, load: Load, *, dtype: torch.dtype, recompute: Recompute, probed: bool = False) -> MemoryPlan:
+    """`model`: with its adapters, anywhere, the meta device too. `dtype`: what its parameters are held in; what a release keeps in float32 is.
+
+    `probed`: a numerics probe holds what is trained once more, as it is held here.
+    """
     named = list(policy_tensors(model))
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     largest = max((p.numel() for p in model.parameters() if p.requires_grad), default=0)
+    held = {name: t.numel() * _held(name, t, dtype).itemsize for name, t in named}
+    again = sum(held[name] for name, p in model.named_parameters() if p.requires_grad)
     layers = [_Layer.of(layer, dtype.itemsize, getattr(model.config, "moe_intermediate_size", 0)) for layer in _layers(model)]
     hidden = model.config.hidden_size * dtype.itemsize
     kept = [layer.stream(hidden) if recompute is Recompute.LAYERS else layer.token for layer in layers]
     widest = max(layer.token for layer in layers)
     return MemoryPlan(MappingProxyType({
-        Part.WEIGHTS: sum(t.numel() * _held(name, t, dtype).itemsize for name, t in named),
+        Part.WEIGHTS: sum(held.values()),
+        Part.PROBE: again if probed else 0,
         Part.MASTERS: 4 * trained,
         Part.MOMENTS: 8 * trained,
         Part.GRADIENTS: 4 * trained + 2 * largest * dtype.itemsize,
@@ -136,7 +143,7 @@ def plan_of(config: Config, dtype: torch.dtype) -> MemoryPlan:
     model = skeleton(described, form)
     if config.learner.lora_rank:
         add_lora(model, config.learner.lora_rank, config.learner.lora_alpha, config.learner.lora_targets)
-    return plan_memory(model, load_of(config), dtype=dtype, recompute=Recompute(config.learner.recompute))
+    return plan_memory(model, load_of(config), dtype=dtype, recompute=Recompute(config.learner.recompute), probed=config.learner.probe_members > 0)
 
 
 def load_of(config: Config) -> Load:

@@ -110,7 +110,7 @@ def test_every_part_is_in_the_lines_and_they_add_up() -> None:
     made = plan(DENSE)
     lines = made.lines()
     assert lines[-1].split()[0] == "together"
-    assert {line.split()[0] for line in lines[:-1]} == {part.value for part in Part}
+    assert {line.split()[0] for line in lines[:-1]} == {part.value for part in Part} - {"probe"}
     assert made.total == sum(made.parts.values())
 
 
@@ -131,6 +131,8 @@ def test_a_runs_plan_is_of_its_checkpoint_and_its_largest_micro_batch() -> None:
     assert isinstance(config, K3Config)
     frozen = 4 * config.moe_layers * config.num_experts
     assert found.parts[Part.MASTERS] == found.parts[Part.WEIGHTS] - frozen, "all but the routers' biases are trained"
+    assert found.parts[Part.PROBE] == found.parts[Part.MASTERS], "in float32 as the masters"
+    assert plan_of(run(probe_members=0), torch.float32).parts[Part.PROBE] == 0
     narrow = packed.model_copy(update={"policy": packed.policy.model_copy(update={"experts": ExpertsForm.PACK})})
     assert plan_of(narrow, torch.float32).parts[Part.WEIGHTS] < found.parts[Part.WEIGHTS]
     adapted = plan_of(run(lora_rank=2), torch.float32)
