@@ -26,6 +26,7 @@ from driftline.services.config_text import problems, to_toml
 from driftline.services.learner_config import (
     GROUP_RELATIVE,
     LearnerConfig,
+    LoraScaling,
     Objective,
     Proximal,
     Recompute,
@@ -49,6 +50,7 @@ __all__ = [
     "DeadlinePolicy",
     "ExpertsForm",
     "LearnerConfig",
+    "LoraScaling",
     "Numerics",
     "Objective",
     "PolicyUpdate",

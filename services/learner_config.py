@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from enum import StrEnum
 from typing import Annotated, Self
 
@@ -10,7 +11,7 @@ from pydantic import Field, model_validator
 from driftline.messages.subjects import MIB
 from driftline.services.policy_config import Device, Section, clash
 
-__all__ = ["GROUP_RELATIVE", "LearnerConfig", "Objective", "Proximal", "Recompute", "WatchConfig"]
+__all__ = ["GROUP_RELATIVE", "LearnerConfig", "LoraScaling", "Objective", "Proximal", "Recompute", "WatchConfig"]
 
 
 class Objective(StrEnum):
@@ -27,6 +28,13 @@ class Proximal(StrEnum):
 
     BEHAVIOUR = "behaviour"
     RECOMPUTE = "recompute"
+
+
+class LoraScaling(StrEnum):
+    """What an update B A is multiplied by: alpha / rank, or alpha / sqrt(rank), which keeps its size at any rank (rsLoRA, arXiv:2312.03732)."""
+
+    RANK = "rank"
+    ROOT = "root"
 
 
 class Recompute(StrEnum):
@@ -46,7 +54,10 @@ class LearnerConfig(Section):
     `held_bytes` bounds the members held in memory. Checkpoints go to `checkpoint_dir` (empty: the run folder).
 
     A step's forward and backward pass goes through its groups `micro_batch_groups` at a time, or where `micro_batch_tokens` is not 0 in packs of at most that
-    many tokens. `recompute` = 'layers' keeps a layer's input only and runs the layer again for its gradient."""
+    many tokens. `recompute` = 'layers' keeps a layer's input only and runs the layer again for its gradient.
+
+    `lora_rank` > 0 trains adapters beside a frozen base, of alpha `lora_alpha` (the rank). `lora_targets`: a regular expression over whole module names, a list of
+    their last parts, as PEFT's target_modules, or 'all-linear', every linear layer and expert stack but the head."""
 
     objective: Objective = Objective.GSPO
     lr: float = Field(default=3e-4, gt=0)
@@ -69,7 +80,8 @@ class LearnerConfig(Section):
     device: Device = "cpu"
     lora_rank: int = Field(default=0, ge=0)
     lora_alpha: float | None = Field(default=None, gt=0)
-    lora_targets: str = r".*(proj|experts)$"
+    lora_scaling: LoraScaling = LoraScaling.RANK
+    lora_targets: str | tuple[str, ...] = r".*(proj|experts)$"
     max_bad_steps: int = Field(default=8, ge=1)
     probe_members: int = Field(default=32, ge=0)
     min_group_members: int = Field(default=2, ge=1)
@@ -78,6 +90,12 @@ class LearnerConfig(Section):
     checkpoint_dir: str = ""
     lease_s: float = Field(default=10.0, ge=1.0)
     held_bytes: int = Field(default=2048 * MIB, ge=MIB)
+
+    @property
+    def peft_alpha(self) -> float:
+        """What PEFT calls lora_alpha where it divides by the rank: the factor of an update, times the rank."""
+        alpha = float(self.lora_rank if self.lora_alpha is None else self.lora_alpha)
+        return alpha * math.sqrt(self.lora_rank) if self.lora_scaling is LoraScaling.ROOT else alpha
 
     @model_validator(mode="after")
     def _icepop_is_an_interval(self) -> Self:

@@ -7,11 +7,11 @@ import torch
 from driftline.kernels.mode import Numerics, set_numerics
 from driftline.models.causal_lm import CausalLM
 from driftline.models.families import open_model
-from driftline.models.lora import add_lora
+from driftline.models.lora import LoraConfig, Scaling, adapt
 from driftline.models.quantisation import Quantisation
 from driftline.services.config import Compute, Config, ExpertsForm
 
-__all__ = ["build_model", "compute_dtype", "policy_torch_dtype"]
+__all__ = ["build_model", "compute_dtype", "lora_of", "policy_torch_dtype"]
 
 _EXPERTS = {ExpertsForm.KEEP: None, ExpertsForm.UNPACK: Quantisation.NONE, ExpertsForm.PACK: Quantisation.MXFP4}
 
@@ -31,6 +31,12 @@ def compute_dtype(config: Config, device: str) -> torch.dtype:
             return policy_torch_dtype(config) if device.startswith("cuda") else torch.float32
 
 
+def lora_of(config: Config) -> LoraConfig:
+    """The adapters of a run that trains some. Raises ConfigError for targets that are none."""
+    learner = config.learner
+    return LoraConfig(learner.lora_rank, learner.lora_alpha, learner.lora_targets, Scaling(learner.lora_scaling.value))
+
+
 def build_model(config: Config, *, device: str, threads: int) -> CausalLM:
     """The starting checkpoint's model on `device`, in the dtype of `compute_dtype`, with the run's LoRA adapters if it trains any. Sets the process's numerics.
 
@@ -41,5 +47,5 @@ def build_model(config: Config, *, device: str, threads: int) -> CausalLM:
     model = open_model(config.policy.init, dtype=compute_dtype(config, device), experts=_EXPERTS[config.policy.experts], device=device)
     if config.learner.lora_rank:
         torch.manual_seed(config.run.seed)
-        add_lora(model, config.learner.lora_rank, config.learner.lora_alpha, config.learner.lora_targets)
+        adapt(model, lora_of(config))
     return model.to(device)

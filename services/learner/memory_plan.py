@@ -23,12 +23,13 @@ from driftline.models.attention import KdaAttention, MlaAttention
 from driftline.models.causal_lm import CausalLM
 from driftline.models.families import model_config
 from driftline.models.locate import located
-from driftline.models.lora import add_lora
+from driftline.models.lora import adapt
 from driftline.models.mlp import LatentMoe
 from driftline.models.quantisation import Quantisation
 from driftline.models.recompute import Recompute
 from driftline.models.state import policy_dtype, policy_tensors
 from driftline.services.config import Config, ExpertsForm
+from driftline.services.policy_model import lora_of
 
 __all__ = ["MARGIN", "Load", "MemoryPlan", "Part", "load_of", "plan_memory", "plan_of"]
 
@@ -142,7 +143,7 @@ def plan_of(config: Config, dtype: torch.dtype) -> MemoryPlan:
     form = {ExpertsForm.KEEP: stored, ExpertsForm.UNPACK: Quantisation.NONE, ExpertsForm.PACK: Quantisation.MXFP4}[config.policy.experts]
     model = skeleton(described, form)
     if config.learner.lora_rank:
-        add_lora(model, config.learner.lora_rank, config.learner.lora_alpha, config.learner.lora_targets)
+        adapt(model, lora_of(config))
     return plan_memory(model, load_of(config), dtype=dtype, recompute=Recompute(config.learner.recompute), probed=config.learner.probe_members > 0)
 
 

@@ -18,6 +18,5 @@ def start_files(config: Config, layouts: Mapping[str, Layout]) -> dict[str, byte
     found = starting_files(config)
     learner = config.learner
     if learner.lora_rank and any(is_adapter(name) for name in layouts):
-        alpha = learner.lora_alpha if learner.lora_alpha is not None else float(learner.lora_rank)
-        found[ADAPTER_CONFIG] = AdapterConfig.of(layouts, alpha, "").document(layouts)
+        found[ADAPTER_CONFIG] = AdapterConfig.of(layouts, learner.peft_alpha, "").document(layouts)
     return found

@@ -207,7 +207,7 @@ def _lora(manifest: Manifest, beside: Mapping[str, bytes], config: Config | None
         if not base:
             return Lora(merge, alpha, beside[ADAPTER_CONFIG])
     if alpha is None and config is not None and config.learner.lora_rank:
-        alpha = config.learner.lora_alpha if config.learner.lora_alpha is not None else float(config.learner.lora_rank)
+        alpha = config.learner.peft_alpha
     made = AdapterConfig.of(layouts, alpha or None, base or (stored.base if stored is not None else ""))
     return Lora(merge, made.alpha, made.document(layouts))
 

@@ -187,3 +187,11 @@ def test_reading_a_run_file_imports_no_torch() -> None:
     code = ("import sys; from driftline.services.config import load; load(sys.argv[1]); "
             "sys.exit('torch' in sys.modules)")
     subprocess.run([sys.executable, "-c", code, str(ROOT / "examples" / "demo.toml")], check=True, timeout=60)
+
+
+def test_adapters_are_named_in_three_ways_and_scaled_in_two(tmp_path: Path) -> None:
+    listed = load(write(tmp_path, "[learner]\nlora_rank = 16\nlora_alpha = 8\nlora_scaling = 'root'\nlora_targets = ['q_proj', 'v_proj']")).learner
+    assert listed.lora_targets == ("q_proj", "v_proj")
+    assert listed.peft_alpha == 8 * 4  # divided by the rank it is alpha / sqrt(rank)
+    plain = load(write(tmp_path, "[learner]\nlora_rank = 16\nlora_targets = 'all-linear'")).learner
+    assert (plain.lora_targets, plain.peft_alpha) == ("all-linear", 16.0)
