@@ -5,7 +5,7 @@ adapters on its linears trained. On a CPU both are tiny. Weights are random and 
 case), so what is timed is arithmetic, not learning. A step is `Trainer.step`: forward, backward, clipping, AdamW, rounding to the policy; its tokens are those that
 are fed, a group's prompt once. Memory is the allocator's peak on a device; on a CPU it is what autograd keeps of a token for the backward pass.
 
-    python benchmarks/learner_step.py [--models smollm2 k3] [--device h200] [--quick] [--commit ID]
+    python benchmarks/learner_step.py [--models smollm2 k3] [--device h200] [--quick] [--limit SECONDS] [--commit ID]
 """
 
 from __future__ import annotations
@@ -142,8 +142,8 @@ def subjects(quick: bool) -> list[Subject]:
             Subject("k3", "tiny: 5 layers of 128, 16 experts in MXFP4, float32, rank 4 on the linears", lambda: k3_with_adapters(tiny(), Quantisation.MXFP4, 4), load),
         ]
     small = Load(groups=4, members=8, prompt=256, longest=256, pack=8192, padded_groups=1, decoded=32)
-    dense = small if quick else Load(groups=32, members=8, prompt=256, longest=1024, pack=32768, padded_groups=4, decoded=128)
-    moe = small if quick else Load(groups=8, members=8, prompt=512, longest=1024, pack=8192, padded_groups=1, decoded=128)
+    dense = small if quick else Load(groups=32, members=8, prompt=256, longest=1024, pack=32768, padded_groups=4, decoded=64)
+    moe = small if quick else Load(groups=4, members=8, prompt=512, longest=1024, pack=8192, padded_groups=1, decoded=48)
     return [
         Subject("smollm2", "30 layers of 576, bfloat16 with fp32 masters, all 135M weights", lambda: random_model(smollm2_config(), Quantisation.NONE), dense),
         Subject("k3", "4 layers of 7168, 896 experts in MXFP4, bfloat16, rank 64 on the linears",
@@ -219,13 +219,16 @@ def kept_kib(trainer: Trainer, batch: Batch) -> float:
     return kept / 1024 / sum(token_count(range(len(g.members)), g) for g in part.groups)
 
 
-def learner_rows(subject: Subject, model: CausalLM, cases: Sequence[Case], repeats: int) -> list[Row]:
+def learner_rows(subject: Subject, model: CausalLM, cases: Sequence[Case], repeats: int, until: float) -> list[Row]:
+    """No case is begun after `until`, by the monotonic clock."""
     load = subject.load
     batch = batch_of(load, min(model.config.vocab_size, 256))
     fed = sum(token_count(range(len(g.members)), g) for g in batch.groups)
     widest = load.groups * (load.prompt - 1 + load.members * max(len(t.tokens) - t.prompt_tokens for t in batch.trajectories))
     found: dict[Case, Stepped | str] = {}
     for case in cases:
+        if time.monotonic() > until:
+            break
         trainer = Trainer(model, settings(load, case))
         emptied()
         try:
@@ -292,10 +295,11 @@ def row(case: str, ours: float | None, unit: str, peer: str | None = None, peer_
             "peer_value": None if peer_value is None else float(f"{peer_value:.4g}"), "ratio": None if ratio is None else float(f"{ratio:.3g}"), "bound": None, "note": note}
 
 
-def measured(subject: Subject, cases: Sequence[Case], repeats: int) -> list[Row]:
+def measured(subject: Subject, cases: Sequence[Case], repeats: int, until: float) -> list[Row]:
     model = subject.make()
-    rows = decode_rows(subject, model, repeats)
-    rows += learner_rows(subject, model.train(), cases, repeats)
+    rows = learner_rows(subject, model.train(), cases, repeats, until)
+    if time.monotonic() < until:
+        rows += decode_rows(subject, model, repeats)
     del model
     emptied()
     return rows
@@ -306,12 +310,13 @@ def main() -> None:
     parser.add_argument("--device", default="h200" if ON_GPU else "cpu-2core", help="the folder of results")
     parser.add_argument("--models", nargs="+", default=["smollm2", "k3"], choices=["smollm2", "k3"])
     parser.add_argument("--quick", action="store_true", help="a small batch, one repeat")
+    parser.add_argument("--limit", type=float, default=3600.0, help="seconds after which no further case is begun; a model has an equal share of them")
     parser.add_argument("--commit", default="", help="what to name as measured; git's where there is one")
     parser.add_argument("--out", default="", help="another folder for the result")
     given = parser.parse_args()
-    cases = [Case(recompute, packed) for packed in (False, True) for recompute in Recompute]
+    cases = [Case(recompute, packed) for packed in (True, False) for recompute in reversed(Recompute)]
     result = {
-        "command": f"python benchmarks/learner_step.py --models {' '.join(given.models)}{' --quick' if given.quick else ''}",
+        "command": f"python benchmarks/learner_step.py --models {' '.join(given.models)}{' --quick' if given.quick else ''}{f' --limit {given.limit:g}' if given.limit < 3600 else ''}",
         "commit": given.commit or subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout.strip(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(), "device": given.device,
         "note": f"{torch.cuda.get_device_name() if ON_GPU else 'CPU'}, torch {torch.__version__}, {os.cpu_count()} cores, {torch.get_num_threads()} threads",
@@ -319,9 +324,11 @@ def main() -> None:
     path = (Path(given.out) if given.out else Path(__file__).parent / "results" / given.device) / "learner_step.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     rows: list[Row] = []
+    started = time.monotonic()
     for subject in subjects(given.quick):
         if subject.name in given.models:
-            rows += measured(subject, cases, 1 if given.quick else 3)
+            share = given.limit * (given.models.index(subject.name) + 1) / len(given.models)
+            rows += measured(subject, cases, 1 if given.quick else 3, started + share)
             path.write_text(json.dumps(result | {"rows": rows}, indent=1) + "\n")
             for each in rows:
                 print(f"{each['case']:64} {each['ours']} {each['unit']}  {each['ratio'] or ''}  {each['note']}", flush=True)
