@@ -27,8 +27,11 @@ def kda_sequential(
     """As `kda_composed`, in fp32 or wider."""
     forward = partial(_forward, lower_bound=lower_bound, cu_seqlens=cu_seqlens)
 
-    def chunks(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return kda_composed(*tensors[:7], lower_bound, tensors[7], cu_seqlens)
+    def chunks(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, z: torch.Tensor, beta: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor,
+        initial_state: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return kda_composed(q, k, v, z, beta, a_log, dt_bias, lower_bound, initial_state, cu_seqlens)
 
     found: tuple[torch.Tensor, torch.Tensor] = exactly(forward, chunks, q, k, v, z, beta, a_log, dt_bias, initial_state)
     return found

@@ -29,8 +29,9 @@ def selected_logprobs(
     reference.checked(hidden, weight, ids, temperature)
     scales = temperature if isinstance(temperature, torch.Tensor) else None
     if hidden.dtype == torch.float64 or not runs_triton(hidden, weight, ids, scales):
-        form = exact if deterministic() else reference
-        return form.selected_logprobs(hidden, weight, ids, temperature, round_logits=round_logits)
+        if deterministic():
+            return exact.selected_logprobs(hidden, weight, ids, temperature, round_logits=round_logits)
+        return reference.selected_logprobs(hidden, weight, ids, temperature, round_logits=round_logits)
     from driftline.kernels.logprob.autograd import SelectedLogprobs
 
     inverse = _inverse(temperature, hidden)

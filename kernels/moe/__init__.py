@@ -37,8 +37,9 @@ def expert_mlp(
     """
     _check(z, ids, gates, w1, w3, w2, activations, microbatch)
     if not forward.takes(z, gates, w1, w3, w2):
-        form = exact if deterministic() else reference
-        return form.expert_mlp(z, ids, gates, w1, w3, w2, beta, linear_beta, activations=activations)
+        if deterministic():
+            return exact.expert_mlp(z, ids, gates, w1, w3, w2, beta, linear_beta, activations=activations)
+        return reference.expert_mlp(z, ids, gates, w1, w3, w2, beta, linear_beta, activations=activations)
     for name, weight in (("w1", w1), ("w3", w3), ("w2", w2)):
         parts = (weight,) if isinstance(weight, torch.Tensor) else tuple(weight)
         if not all(part.is_contiguous() and part.data_ptr() % 16 == 0 for part in parts):

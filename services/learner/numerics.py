@@ -61,12 +61,12 @@ def fingerprint(mode: Numerics, device: str, dtype: torch.dtype, threads: int) -
         return torch.randn(*shape, generator=source).to(dtype).to(device)
 
     rows, weight, gain = drawn(_ROWS, _WIDTH), drawn(3 * _WIDTH, _WIDTH), drawn(_WIDTH)
-    raw = [drawn(1, _ROWS, _HEADS, _WIDTH) for _ in range(4)]
+    q, k, v, z = (drawn(1, _ROWS, _HEADS, _WIDTH) for _ in range(4))
     beta, rate, bias = drawn(1, _ROWS, _HEADS), drawn(_HEADS).float(), drawn(_HEADS * _WIDTH).float()
     found = hashlib.blake2b(digest_size=8)
     with using(mode), torch.no_grad():
         normal = rmsnorm(rows, gain, 1e-6)
-        parts = [normal, linear(normal, weight), *kda(*raw, beta, rate, bias), *selected_logprobs(normal, weight, torch.arange(_ROWS, device=device))]
+        parts = [normal, linear(normal, weight), *kda(q, k, v, z, beta, rate, bias), *selected_logprobs(normal, weight, torch.arange(_ROWS, device=device))]
     for part in parts:
         found.update(part.contiguous().view(torch.uint8).cpu().numpy().tobytes())
     return found.hexdigest()
