@@ -1,4 +1,5 @@
-"""K3 by the kernels beside its published description in fp64: no further off than the references are in the same dtype, whole, token by token and in both modes."""
+"""K3 by the kernels beside its published description in fp64: token by token and in deterministic mode no further off than the references are in the same dtype, and
+in fast mode by what the chunks of KDA round besides."""
 
 from __future__ import annotations
 
@@ -23,6 +24,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 DEVICE = "cuda"
 STEPS = 24
+NEAR, CHUNKED = 1.5, 4.0
+"""Times the references' error. KDA's chunks multiply in bfloat16 what the recurrence has in fp32, and a norm enlarges it where a head's output is small: 3.0 times
+on an H200."""
 
 
 class Case(NamedTuple):
@@ -77,13 +81,13 @@ def test_in_bfloat16_the_kernels_are_as_near_the_description_as_the_references(n
     model, tokens, routes = given.on_device(torch.bfloat16), given.tokens.to(DEVICE), given.routes.to(DEVICE)
     assert given.error < 0.15
     with using(numerics):
-        assert given.off(model(tokens, replay=routes).hidden[0]) < 1.5 * given.error
+        assert given.off(model(tokens, replay=routes).hidden[0]) < (CHUNKED if numerics is Numerics.FAST else NEAR) * given.error
         held, rows = None, []
         for at in range(STEPS):
             out = model(tokens[:, at : at + 1], cache=held, replay=routes[:, at : at + 1])
             held = out.cache
             rows.append(out.hidden[0])
-        assert given.off(torch.cat(rows)) < 1.5 * given.error
+        assert given.off(torch.cat(rows)) < NEAR * given.error
 
 
 @pytest.mark.parametrize("numerics", Numerics)
@@ -98,4 +102,4 @@ def test_in_fp32_the_device_is_the_description(numerics: Numerics) -> None:
 @pytest.mark.parametrize("trap", [Trap.BETA_RAW, Trap.SOFTPLUS_GATE, Trap.NO_LATENT_NORM, Trap.BANK_BEFORE_MIX, Trap.QUERY_UNSCALED])
 def test_a_trap_is_further_off_than_that(trap: Trap) -> None:
     given = case()
-    assert given.off(given.words(trap)) > 1.5 * given.error
+    assert given.off(given.words(trap)) > CHUNKED * given.error
