@@ -64,12 +64,13 @@ class CausalLM(nn.Module, ABC):
     @abstractmethod
     def forward(
         self, tokens: torch.Tensor, lengths: torch.Tensor | None = None, cache: Cache | None = None, replay: torch.Tensor | None = None,
-        packed: Packed | None = None,
+        packed: Packed | None = None, keep: bool = True,
     ) -> ModelOutput:
         """tokens [B, T] int64, right-padded; lengths [B] real positions per row (None: all T); cache of the B rows (None: empty).
 
         replay [B, T, moe layers, k] int64: recorded expert ids to use instead of the router's choice. packed: tokens are [1, N], these sequences behind one
-        another, the cache has a row for each of them (as the one returned), and lengths is None. Raises ValueError where these do not go together.
+        another, the cache has a row for each of them (as the one returned), and lengths is None. keep: False where nothing follows: the cache that comes back is
+        the one that was given (None: an empty one), and each layer's columns are free as soon as it is done. Raises ValueError where these do not go together.
         """
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

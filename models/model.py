@@ -161,7 +161,7 @@ class K3ForCausalLM(CausalLM):
 
     def forward(
         self, tokens: torch.Tensor, lengths: torch.Tensor | None = None, cache: Cache | None = None, replay: torch.Tensor | None = None,
-        packed: Packed | None = None,
+        packed: Packed | None = None, keep: bool = True,
     ) -> ModelOutput:
         batch, steps = tokens.shape
         if packed is not None:
@@ -169,7 +169,7 @@ class K3ForCausalLM(CausalLM):
         cache = cache if cache is not None else self.empty_cache(batch if packed is None else packed.count)
         if packed is not None and not packed.tokens:
             return ModelOutput(self._nothing(), cache, tokens.new_zeros(1, 0, self.config.moe_layers, self.config.num_experts_per_token))
-        at, now = _positions(tokens, lengths, cache, packed)
+        at, now = _positions(tokens, lengths, cache, packed, keep=keep)
         embedded: torch.Tensor = self.model.embed_tokens(tokens)
         layers = self._layers()
         rows = sum(layer.opens_block for layer in layers)
@@ -180,20 +180,21 @@ class K3ForCausalLM(CausalLM):
             decided = Decided(replay[:, :, len(routes)] if replay is not None and layer.moe else None)
             run = partial(layer, stream, held, at, decided)
             stream, state = recomputed(run) if self.recompute is Recompute.LAYERS else run()
-            states.append(state)
+            if keep:
+                states.append(state)
             if decided.routes is not None:
                 routes.append(decided.routes)
         hidden = self.model.output_attn_res(stream.bank, stream.prefix, stream.delta, self.model.norm).mixed
-        grown: torch.Tensor | int = steps if lengths is None else lengths
-        after = Cache(tuple(states), torch.cat([cache.valid, now], dim=1), cache.lengths + (grown if packed is None else packed.lengths_s))
+        grown: torch.Tensor | int = packed.lengths_s if packed is not None else steps if lengths is None else lengths
+        after = Cache(tuple(states), torch.cat([cache.valid, now], dim=1), cache.lengths + grown) if keep else cache
         stacked = torch.stack(routes, dim=2) if routes else tokens.new_zeros(batch, steps, 0, 1)
         return ModelOutput(hidden, after, stacked)
 
 
-def _positions(tokens: torch.Tensor, lengths: torch.Tensor | None, cache: Cache, packed: Packed | None) -> tuple[Positions, torch.Tensor]:
+def _positions(tokens: torch.Tensor, lengths: torch.Tensor | None, cache: Cache, packed: Packed | None, *, keep: bool) -> tuple[Positions, torch.Tensor]:
     """And the new columns of the cache's mask [rows, T]."""
     if packed is not None:
-        return Positions(None, None, PackedColumns(cache.valid, packed), packed), packed.real
+        return Positions(None, None, PackedColumns(cache.valid, packed, keep), packed), packed.real
     span = torch.arange(tokens.shape[1], device=tokens.device)
     real = None if lengths is None else span < lengths[:, None]
     now = torch.ones(tokens.shape, dtype=torch.bool, device=tokens.device) if real is None else real

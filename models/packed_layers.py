@@ -69,10 +69,11 @@ def _inverse(source: torch.Tensor, size: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class PackedColumns:
-    """held [S, C] bool: which cached columns of each sequence are valid; the new ones are `packed`."""
+    """held [S, C] bool: which cached columns of each sequence are valid; the new ones are `packed`. keep: whether anything will follow them."""
 
     held: torch.Tensor
     packed: Packed
+    keep: bool = True
 
     @cached_property
     def padded(self) -> Columns:
@@ -104,13 +105,16 @@ class PackedColumns:
 def attend_packed(q: torch.Tensor, cached: torch.Tensor, new: torch.Tensor, heads: Heads, columns: PackedColumns) -> tuple[torch.Tensor, torch.Tensor]:
     """q [N, H, nope + shared]; cached [S, C, rank + shared] and new [N, rank + shared], normalised latents and shared keys.
 
-    Returns [N, H, value], and the rows [S, C + longest, rank + shared] to cache, right-padded.
+    Returns [N, H, value], and the rows [S, C + longest, rank + shared] to cache, right-padded; those that were given where nothing follows.
     """
     packed = columns.packed
+    by_bounds = not deterministic() and heads.uniform and q.dtype == torch.bfloat16 and runs_triton(q, cached, new)
+    if by_bounds and not columns.keep:
+        return attend_by_bounds(q, cached, new, heads, columns), cached
     rows = torch.cat([cached, packed.padded(new)], dim=1)
-    if deterministic() or not heads.uniform or q.dtype != torch.bfloat16 or not runs_triton(q, rows):
-        return packed.unpadded(attend(packed.padded(q), rows, heads, columns.padded)), rows
-    return attend_by_bounds(q, cached, new, heads, columns), rows
+    if by_bounds:
+        return attend_by_bounds(q, cached, new, heads, columns), rows
+    return packed.unpadded(attend(packed.padded(q), rows, heads, columns.padded)), rows
 
 
 def attend_by_bounds(q: torch.Tensor, cached: torch.Tensor, new: torch.Tensor, heads: Heads, columns: PackedColumns) -> torch.Tensor:

@@ -76,7 +76,7 @@ class DenseForCausalLM(CausalLM):
 
     def forward(
         self, tokens: torch.Tensor, lengths: torch.Tensor | None = None, cache: Cache | None = None, replay: torch.Tensor | None = None,
-        packed: Packed | None = None,
+        packed: Packed | None = None, keep: bool = True,
     ) -> ModelOutput:
         """`CausalLM.forward`. There are no routes here: `replay` is None, or has no layer in it. Raises ValueError for one that has."""
         if replay is not None and replay.shape[2]:
@@ -95,7 +95,8 @@ class DenseForCausalLM(CausalLM):
             assert isinstance(held, KeyValues)
             run = partial(layer, x, held, places)
             x, state = recomputed(run) if self.recompute is Recompute.LAYERS else run()
-            states.append(state)
+            if keep:
+                states.append(state)
         hidden = self.model.norm(x)
         grown: torch.Tensor | int = packed.lengths_s if packed is not None else steps if lengths is None else lengths
-        return ModelOutput(hidden, Cache(tuple(states), places.valid, cache.lengths + grown), routes)
+        return ModelOutput(hidden, Cache(tuple(states), places.valid, cache.lengths + grown) if keep else cache, routes)

@@ -45,7 +45,7 @@ class FlatTokens:
 
 
 class _Fed(NamedTuple):
-    """hidden [places, D] of a forward over several sequences; their caches; and the place of each one's first token, all its tokens in a row."""
+    """hidden [places, D] of a forward over several sequences; their caches, where something follows; and the place of each one's first token, all its tokens in a row."""
 
     hidden: torch.Tensor
     cache: Cache
@@ -61,13 +61,13 @@ class _Pass:
     packed: bool
     shape: RouteShape | None
 
-    def fed(self, rows: Sequence[np.ndarray], tables: Sequence[np.ndarray | None], cache: Cache | None) -> _Fed:
-        """Feed token ids [n] of each sequence, with its recorded routes [n, layers, k], behind what its row of the cache has seen."""
+    def fed(self, rows: Sequence[np.ndarray], tables: Sequence[np.ndarray | None], cache: Cache | None, *, keep: bool = True) -> _Fed:
+        """Feed token ids [n] of each sequence, with its recorded routes [n, layers, k], behind what its row of the cache has seen. `keep`: something follows."""
         lengths = [len(r) for r in rows]
         if self.packed:
             flat = torch.from_numpy(np.concatenate(rows).astype(np.int64))[None].to(self.device)
             replay = route_table(tables, lengths, self.shape, device=self.device)
-            out = self.model(flat, cache=cache, replay=replay, packed=Packed.of(lengths, self.device))
+            out = self.model(flat, cache=cache, replay=replay, packed=Packed.of(lengths, self.device), keep=keep)
             return _Fed(out.hidden.flatten(0, 1), out.cache, [0, *accumulate(lengths)][:-1])
         width = max(lengths)
         # Padding is never read; it is a token of the vocabulary.
@@ -75,7 +75,8 @@ class _Pass:
         for i, r in enumerate(rows):
             padded[i, : len(r)] = r
         replay = route_table(tables, lengths, self.shape, device=self.device, width=width)
-        out = self.model(torch.from_numpy(padded).to(self.device), lengths=torch.tensor(lengths, device=self.device), cache=cache, replay=replay)
+        tokens, counts = torch.from_numpy(padded).to(self.device), torch.tensor(lengths, device=self.device)
+        out = self.model(tokens, lengths=counts, cache=cache, replay=replay, keep=keep)
         return _Fed(out.hidden.flatten(0, 1), out.cache, [i * width for i in range(len(rows))])
 
     def after_prompts(self, shared: SharedPrompts) -> Cache | None:
@@ -108,7 +109,7 @@ def forward_groups(
     if cache is not None:
         cache = cache.take(torch.tensor(shared.owner, device=device))
     # The last prompt token starts every completion, so one pass over it yields the first sampled token's logits.
-    hidden, _, starts = forward.fed([t.tokens[t.prompt_tokens - 1 : -1] for t in members], shared.completion_routes, cache)
+    hidden, _, starts = forward.fed([t.tokens[t.prompt_tokens - 1 : -1] for t in members], shared.completion_routes, cache, keep=False)
     actions = _actions(members, starts)
     at = torch.from_numpy(actions.places).to(device)
     back = torch.full((len(hidden),), -1, dtype=torch.int64, device=device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -170,3 +171,17 @@ def test_in_deterministic_mode_packed_padded_and_alone_are_the_same_bits(continu
         assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in forms())
     with torch.no_grad(), using(Numerics.FAST):
         assert not all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in forms())
+
+
+@pytest.mark.parametrize("packs", [False, True])
+def test_a_pass_that_nothing_follows_has_the_same_bits_and_gives_the_cache_back(packs: bool) -> None:
+    model = random_model(dtype=torch.float32)
+    tokens, packed = packed_tokens()
+    cache = prefixes(model)
+    given: dict[str, Any] = {"packed": packed} if packs else {"lengths": packed.lengths_s}
+    fed = tokens if packs else packed.padded(tokens[0])
+    kept, last = (model(fed, cache=cache, keep=keep, **given) for keep in (True, False))
+    assert torch.equal(kept.hidden, last.hidden)
+    assert torch.equal(kept.routes, last.routes)
+    assert last.cache is cache
+    assert kept.cache.columns == cache.columns + packed.longest
