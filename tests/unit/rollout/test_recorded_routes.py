@@ -12,6 +12,7 @@ from engine_cases import completion, finish_all, group, policy
 from driftline.messages.types import Trajectory
 from driftline.models.causal_lm import ModelOutput
 from driftline.models.state import export_state
+from driftline.services.rollout import engine as engine_module
 from driftline.services.rollout.engine import Engine
 
 
@@ -52,6 +53,24 @@ def test_a_shared_prefix_has_the_routes_of_one_computed_alone() -> None:
         assert np.array_equal(routes_of(hit), routes_of(own))
         for layer in range(routes_of(hit).shape[1]):
             assert len(np.unique(routes_of(hit)[:-1, layer])) > 1
+
+
+def test_a_beginning_that_prompts_have_in_common_has_its_routes_in_each_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Computed once and hit by every later prompt; the table is that of prompts computed whole."""
+    start = "the same long beginning of every prompt, as a template or solved examples make it: "
+    asked = [group(i, members=2, prompt=start + end) for i, end in enumerate(("one", "another one", "two"))]
+    tables = []
+    for least in (engine_module.SHARED_PREFIX, 10_000):
+        monkeypatch.setattr(engine_module, "SHARED_PREFIX", least)
+        one = engine(max_batch=4)
+        for item in asked:
+            one.submit(item)
+        done = finish_all(one)
+        tables.append({key: routes_of(t) for key, t in done.items()})
+        assert (one._prefix is not None) == (least < 10_000), "the beginning is shared, and with a bound out of reach it is not"
+        assert all(len(routes_of(t)) == len(t.tokens) for t in done.values())
+    hits, whole = tables
+    assert all(np.array_equal(hits[key], whole[key]) for key in whole)
 
 
 def test_prompts_of_other_lengths_beside_it_leave_nothing_in_a_members_routes() -> None:
