@@ -122,6 +122,8 @@ def plan_memory(model: CausalLM, load: Load, *, dtype: torch.dtype, recompute: R
     layers = [_Layer.of(layer, dtype.itemsize, getattr(model.config, "moe_intermediate_size", 0)) for layer in _layers(model)]
     hidden = model.config.hidden_size * dtype.itemsize
     kept = [layer.stream(hidden) if recompute is Recompute.LAYERS else layer.token for layer in layers]
+    columns = [layer.column for layer in layers]
+    grown = max(columns) if recompute is Recompute.LAYERS else sum(columns)  # of prompt and completion together: a layer's last no longer than its activations
     widest = max(layer.token for layer in layers)
     return MemoryPlan(MappingProxyType({
         Part.WEIGHTS: sum(held.values()),
@@ -131,7 +133,7 @@ def plan_memory(model: CausalLM, load: Load, *, dtype: torch.dtype, recompute: R
         Part.GRADIENTS: 4 * trained + 2 * largest * dtype.itemsize,
         Part.ACTIVATIONS: load.tokens * (sum(kept) + hidden + _bank(model) * hidden),
         Part.BACKWARD: load.tokens * (2 * widest + 5 * hidden + _bank(model) * hidden),
-        Part.CACHES: load.sequences * sum(2 * layer.state + (2 * load.prompt + load.completion) * layer.column for layer in layers),
+        Part.CACHES: load.sequences * (sum(2 * layer.state + load.prompt * layer.column for layer in layers) + (load.prompt + load.completion) * grown),
         Part.WORKSPACE: OPTIMIZER_BYTES + CHANGES_BYTES + max(layer.workspace(load.tokens) for layer in layers),
     }), load, recompute)
 
