@@ -26,6 +26,9 @@ __all__ = ["attend_exactly"]
 WORKSPACE = 2**29
 """Bytes of partial sums that a call of the kernels may hold: fewer queries are scored at a time where they would take more."""
 
+PAIRS = 8 * 132 * 64
+"""(query, head) pairs of a call: enough to fill a Hopper GPU eight times over. What a call's later queries see is read for its earlier ones too, for nothing."""
+
 _LATENTS = (64, 128, 256, 512)
 _SHARED = 64
 
@@ -78,7 +81,7 @@ def _by_pages(query: torch.Tensor, rows: torch.Tensor, heads: Heads, columns: Co
     batch, steps, count, _ = query.shape
     pages, table = in_pages(rows, columns)
     longest = table.shape[1] * PAGE
-    window = max(1, WORKSPACE // (4 * batch * count * heads.rank * -(-longest // 2048)))
+    window = max(1, min(WORKSPACE // (4 * batch * count * heads.rank * -(-longest // 2048)), PAIRS // (batch * count)))
     held = (columns.held.sum(1)).to(torch.int32)
     out = query.new_empty(batch, steps, count, heads.rank)
     for start in range(0, steps, window):

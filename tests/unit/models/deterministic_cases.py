@@ -48,6 +48,7 @@ def sequences(model: CausalLM, *, seed: int = 0, lengths: tuple[int, ...] = (37,
 def padded(rows: Rows, width: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """(tokens [B, width], lengths [B]); what is padded is a token like any other."""
     longest = max(len(r) for r in rows) if width is None else width
+    assert longest >= max(len(r) for r in rows)
     lengths = torch.tensor([len(r) for r in rows], device=rows[0].device)
     return torch.stack([torch.nn.functional.pad(r, (0, longest - len(r)), value=7) for r in rows]), lengths
 
@@ -67,7 +68,7 @@ def in_a_batch(model: CausalLM, rows: Rows) -> Rows:
 
 
 def with_more_padding(model: CausalLM, rows: Rows) -> Rows:
-    tokens, lengths = padded(rows, 96)
+    tokens, lengths = padded(rows, max(len(r) for r in rows) + 32)
     return _cut(model(tokens, lengths=lengths).hidden, rows)
 
 
