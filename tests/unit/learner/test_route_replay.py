@@ -12,9 +12,11 @@ from learning_samples import batch_of, grade, group, sample, small_model
 from driftline.messages.errors import IntegrityError
 from driftline.messages.types import Graded, Trajectory
 from driftline.models.causal_lm import ModelOutput
+from driftline.models.dense.config import DenseConfig
 from driftline.models.logprob import token_logprobs
 from driftline.models.mlp import route_shape
 from driftline.models.model import K3ForCausalLM
+from driftline.models.random_weights import random_model
 from driftline.models.recompute import Recompute
 from driftline.models.routes import RouteShape
 from driftline.services.config import LearnerConfig
@@ -27,6 +29,10 @@ from driftline.services.learner.trainer import Trainer
 torch.set_num_threads(1)
 SHAPE = RouteShape(2, 2, 4)
 """Of `small_model`: three layers, the first dense."""
+DENSE = DenseConfig.of({
+    "model_type": "llama", "vocab_size": 264, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "rope_theta": 1000.0, "max_position_embeddings": 512, "tie_word_embeddings": True,
+}, "here")
 
 
 def model64() -> K3ForCausalLM:
@@ -237,6 +243,13 @@ def test_the_learner_counts_how_often_it_would_have_chosen_otherwise() -> None:
     assert flips is not None
     assert 0 < flips.sets <= flips.orders
     assert Trainer(small_model(), config).step(batch).drift.flips is None
+
+
+def test_a_model_without_experts_is_trained_as_without_replay() -> None:
+    model = random_model(DENSE, dtype=torch.float64)
+    assert route_shape(model) is None
+    groups = batch_of(model).groups
+    assert torch.equal(forward_groups(model, groups, replay=True).logp, forward_groups(model, groups).logp)
 
 
 @pytest.mark.parametrize("recompute", list(Recompute))
