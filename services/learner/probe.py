@@ -93,20 +93,33 @@ class NumericsProbe:
             self._weights[name].copy_(value)
 
     def _choose(self, batch: Batch) -> dict[int, Sequence[BatchGroup]]:
-        chosen: dict[int, list[BatchGroup]] = {}
-        left = self._members
-        for group in batch.groups:
-            by_version: dict[int, list[int]] = {}
-            for i, graded in enumerate(group.members):
+        """As many members of each remembered version as there are, if they all fit, and else shared out evenly: no lag is left without."""
+        found: dict[int, list[tuple[int, int]]] = {}
+        for g, group in enumerate(batch.groups):
+            for m, graded in enumerate(group.members):
                 version = _single_version(graded.trajectory)
                 if version in self._policies:
-                    by_version.setdefault(version, []).append(i)
-            for version, members in by_version.items():
-                taken = tuple(group.members[i] for i in members[:left])
-                if taken:
-                    chosen.setdefault(version, []).append(BatchGroup(group.group, taken, ()))
-                    left -= len(taken)
-        return dict(chosen)
+                    found.setdefault(version, []).append((g, m))
+        room = _shares(self._members, [len(places) for places in found.values()])
+        return {
+            version: _part_of(batch.groups, places[:count]) for (version, places), count in zip(found.items(), room, strict=True) if count
+        }
+
+
+def _part_of(groups: Sequence[BatchGroup], places: Sequence[tuple[int, int]]) -> list[BatchGroup]:
+    """The members at these (group, member) places, which are in order."""
+    members: dict[int, list[int]] = {}
+    for g, m in places:
+        members.setdefault(g, []).append(m)
+    return [BatchGroup(groups[g].group, tuple(groups[g].members[m] for m in chosen), ()) for g, chosen in members.items()]
+
+
+def _shares(total: int, wanted: Sequence[int]) -> list[int]:
+    """`total` shared out evenly, nobody getting more than is wanted and what is left over going to the first."""
+    given = [0] * len(wanted)
+    for _ in range(min(total, sum(wanted))):
+        given[min((i for i, want in enumerate(wanted) if given[i] < want), key=given.__getitem__)] += 1
+    return given
 
 
 def _twin(model: CausalLM) -> CausalLM:

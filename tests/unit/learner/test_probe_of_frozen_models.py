@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from learning_samples import batch_of, grade, group, sample, small_model
 
 from driftline.messages.errors import IntegrityError
@@ -12,7 +14,7 @@ from driftline.models.lora import add_lora
 from driftline.models.model import K3ForCausalLM
 from driftline.services.config import LearnerConfig
 from driftline.services.learner.assembler import Batch, BatchGroup
-from driftline.services.learner.probe import NumericsProbe
+from driftline.services.learner.probe import NumericsProbe, _shares
 from driftline.services.learner.trainer import Trainer
 
 torch.set_num_threads(1)
@@ -104,3 +106,26 @@ def test_a_version_is_by_lag_even_when_the_head_is_far_ahead() -> None:
     assert set(found.drift.by_lag) == {4, 5}
     tokens = np.concatenate([t.versions[t.action_mask] for t in batch.trajectories])
     assert found.drift.by_lag[5].tokens == int((tokens == 0).sum())
+
+
+def test_few_members_are_shared_out_over_the_versions() -> None:
+    """Taken in the batch's order they would all be of the oldest groups, and one lag would stand for all."""
+    trainer = Trainer(small_model(), CONFIG)
+    for members in (2, 5, 8, 99):
+        probe = NumericsProbe(trainer.model, members=members, keep=2)
+        batch = Batch(1, stepped(Trainer(small_model(), CONFIG), probe).groups)
+        found = probe.measure(batch)
+        assert found is not None
+        first, second = min(4, (members + 1) // 2), min(4, members // 2)
+        chosen = [*batch.trajectories[:first], *batch.trajectories[4 : 4 + second]]
+        assert found.drift.all.tokens == sum(int(t.action_mask.sum()) for t in chosen)
+        assert found.drift.by_lag[1].tokens == sum(int(t.action_mask.sum()) for t in batch.trajectories[:first])
+
+
+@given(st.integers(0, 40), st.lists(st.integers(0, 12), max_size=6))
+def test_shares_are_even_and_waste_nothing(total: int, wanted: list[int]) -> None:
+    given_out = _shares(total, wanted)
+    assert sum(given_out) == min(total, sum(wanted))
+    assert all(got <= want for got, want in zip(given_out, wanted, strict=True))
+    short = [got for got, want in zip(given_out, wanted, strict=True) if got < want]
+    assert not short or max(given_out) - min(short) <= 1
