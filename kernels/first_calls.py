@@ -21,9 +21,11 @@ from driftline.kernels.grouped_linear import grouped_linear, groups_of
 from driftline.kernels.kda import kda
 from driftline.kernels.kda_decode import Window, fold, kda_decode, replay_decode
 from driftline.kernels.linear import linear
+from driftline.kernels.linear.heads import head_linear
 from driftline.kernels.logprob import selected_logprobs
 from driftline.kernels.mla_decode import mla_decode
 from driftline.kernels.mla_prefill import mla_prefill
+from driftline.kernels.mode import Numerics, using
 from driftline.kernels.moe import expert_mlp, route
 from driftline.kernels.mxfp4 import Mxfp4Weight
 from driftline.kernels.policy_delta import xor_blocks
@@ -67,6 +69,18 @@ def decode_call() -> None:
     replay_decode(q, k, v, z, beta, *weights, pool, slots, window, counts)
     fold(*weights, pool, slots, window, counts)
     kda_decode(q[:, 0], k[:, 0], v[:, 0], z[:, 0], beta[:, 0], *weights, pool, slots)
+
+
+def deterministic_call() -> None:
+    """What only deterministic mode calls."""
+    row = (1, TOKENS, HEADS, 128)
+    with using(Numerics.DETERMINISTIC), torch.no_grad():
+        given = (*(noise(*row) for _ in range(4)), noise(*row[:3]), noise(HEADS, dtype=torch.float32), noise(HEADS * 128, dtype=torch.float32))
+        _, state = kda(*given)
+        kda(*given, initial_state=state)
+        kda(*given, initial_state=state, cu_seqlens=torch.tensor([0, TOKENS], dtype=torch.int32))
+        up = noise(HEADS, 256, 512, scale=0.04)
+        head_linear(head_linear(noise(TOKENS, HEADS, 128), up[:, :128].mT), up[:, 128:])
 
 
 def convolution_call() -> None:
@@ -151,6 +165,7 @@ CALLS: dict[str, Callable[[], None]] = {
     "kda, 12 heads (segments)": lambda: kda_call(12),
     "kda, 96 heads": lambda: kda_call(96),
     "kda_decode, replay_decode, fold": decode_call,
+    "kda and heads' products, deterministic": deterministic_call,
     "attention_residual": residual_call,
     "router": router_call,
     "moe mxfp4, 4 tokens": lambda: experts("mxfp4", 4, backward=False),
