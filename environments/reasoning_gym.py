@@ -2,8 +2,8 @@
 
 Guarantees: a draw depends on (family, parameters, seed) and on nothing else: not on the hash seed, not on global random state,
 not on what was drawn before. A task carries only those three; the scorer makes the entry again from them, so nothing that a
-message says about the right answer is trusted, and a library that would make another question is noticed and refused. Text
-from a model is never evaluated as code, and whatever it does to the library's scorer is worth 0 and never an exception.
+message says about the right answer is trusted, and a library that would make another question is noticed and refused. A family's
+own parameters are the library's; one more, `credit`, is ours: "exact" gives nothing for an answer that is only partly right. Text from a model is never evaluated as code, and whatever it does to the library's scorer is worth 0 and never an exception.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import lru_cache
 from typing import Any
 
@@ -31,6 +32,7 @@ from driftline.messages.types import Task
 
 __all__ = [
     "NO_ORACLE",
+    "Credit",
     "ReasoningGymMaker",
     "ReasoningGymScorer",
     "extract_answer",
@@ -51,6 +53,17 @@ _REBUILT = {"acre": 5, "gsm_symbolic": 1, "list_functions": 1}
 
 _RESERVED = ("seed", "size")
 
+_CREDIT = "credit"
+
+
+class Credit(StrEnum):
+    """What an answer that is not right is worth. Many families give a part of 1 to a text that contains the right answer, which a policy that
+    cannot find the answer learns to use: it lists all of them."""
+
+    PARTIAL = "partial"
+    EXACT = "exact"
+
+
 # One generator at a time: seeds live on the shared dataset object, and some families draw from the global generators.
 _LOCK = threading.Lock()
 
@@ -67,6 +80,7 @@ class ReasoningGymMaker:
 
     family: str
     params: Mapping[str, Any]
+    credit: Credit = Credit.PARTIAL
 
     @classmethod
     def of(cls, family: str, params: Mapping[str, Any]) -> ReasoningGymMaker:
@@ -78,8 +92,12 @@ class ReasoningGymMaker:
             raise ConfigError(
                 "reasoning-gym has no such family", field="tasks.family", value=family, remedy=f"one of {', '.join(families())}"
             )
-        _check_params(family, params)
-        return cls(family, dict(params))
+        credit = params.get(_CREDIT, Credit.PARTIAL)
+        if credit not in list(Credit):
+            raise ConfigError("no such credit", field=f"tasks.params.{_CREDIT}", value=credit, remedy=f"one of {', '.join(Credit)}")
+        own = {name: value for name, value in params.items() if name != _CREDIT}
+        _check_params(family, own)
+        return cls(family, own, Credit(credit))
 
     def draw(self, number: int, seed: int) -> Task:
         key = json.dumps(self.params, sort_keys=True)
@@ -91,7 +109,7 @@ class ReasoningGymMaker:
             family=self.family,
             prompt=prompt,
             answer=answer,
-            metadata={"params": key, "seed": seed},
+            metadata={"params": key, "seed": seed, **({_CREDIT: self.credit.value} if self.credit is Credit.EXACT else {})},
         )
 
 
@@ -120,7 +138,8 @@ class ReasoningGymScorer:
         if not math.isfinite(reward):
             return Score(0.0, {"exact": 0.0, "scorer_error": 1.0})
         reward = min(1.0, max(0.0, reward))
-        return Score(reward, {"exact": float(reward == 1.0)})
+        exact = float(reward == 1.0)
+        return Score(exact if task.metadata.get(_CREDIT) == Credit.EXACT else reward, {"exact": exact})
 
 
 def extract_answer(completion: str) -> str:
@@ -153,7 +172,7 @@ def _check_params(family: str, params: Mapping[str, Any]) -> None:
             raise ConfigError("is chosen per task", field=f"tasks.params.{name}", value=value, remedy="remove it")
         if name not in known:
             raise ConfigError(
-                f"{family} has no such parameter", field=f"tasks.params.{name}", value=value, remedy=f"one of {', '.join(known)}"
+                f"{family} has no such parameter", field=f"tasks.params.{name}", value=value, remedy=f"one of {', '.join((*known, _CREDIT))}"
             )
     try:
         key = json.dumps(params, sort_keys=True)

@@ -137,6 +137,20 @@ def test_a_wrong_parameter_is_named_with_what_is_valid(params: dict[str, int], f
         load_source("reasoning_gym", "spell_backward", params)
 
 
+def test_exact_credit_gives_nothing_for_a_list_of_all_answers() -> None:
+    """count_bits gives 1 / 7 to "3456789" whenever the answer is a digit of it, which is more than a guess earns: policies learn to write it."""
+    scorer = load_scorer(["reasoning_gym"])
+    partial, exact = (load_source("reasoning_gym", "count_bits", {"max_n": 1023, **credit}).task(0, 0) for credit in ({}, {"credit": "exact"}))
+    assert (partial.id, partial.prompt, partial.answer) == (exact.id, exact.prompt, exact.answer)
+    listed = "".join(str(i) for i in range(10))
+    assert scorer.score(partial, listed).reward == pytest.approx(0.1)
+    assert scorer.score(exact, listed).reward == 0.0
+    for task in (partial, exact):
+        assert scorer.score(task, f"{task.answer}\n") == (1.0, {"exact": 1.0})
+    with pytest.raises(ConfigError, match=r"tasks\.params\.credit"):
+        load_source("reasoning_gym", "count_bits", {"credit": "some"})
+
+
 def test_an_unknown_source_names_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="reasoning_gym"):
         load_source("reasoning-gym", "chain_sum")
