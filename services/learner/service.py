@@ -255,8 +255,8 @@ class LearnerService:
             await delivery.dead_letter(f"expected a graded trajectory, got {type(graded).__name__}")
             return
         try:
-            if self._routes is not None:
-                check_routes(graded.trajectory, self._routes)
+            if self._routes is not None:  # half a second for a long one, and leases are renewed meanwhile
+                await asyncio.to_thread(check_routes, graded.trajectory, self._routes)
         except IntegrityError as error:  # it would fail every step it is in; its group cannot be complete without it
             self._poison.append((graded.trajectory.group, f"dead-lettered: {error}"))
             await delivery.dead_letter(str(error))
