@@ -87,20 +87,27 @@ def questions(count: int, longest: int, first: int = 0) -> list[Group]:
 
 
 def sampled(model: CausalLM, scale: Scale, mode: Numerics, wanted: int) -> tuple[BatchGroup, ...]:
-    """At least so many sampled tokens, in whole groups of one version."""
+    """At least so many sampled tokens, in whole groups of one version: a group of which no member was done by then is dropped."""
     set_numerics(mode)
     engine = Engine(model, version=0, max_batch=scale.batch, record_routes=route_shape(model) is not None)
     done: dict[str, list[Any]] = {}
     asked: dict[str, Group] = {}
-    while engine.tokens_sampled < wanted or not engine.idle:
-        if engine.tokens_sampled < wanted and engine.waiting < MEMBERS:
-            for group in questions(1, scale.longest, len(asked)):
-                asked[group.group] = group
-                engine.submit(group)
+    finished = 0
+    while finished < wanted:
+        while engine.waiting < scale.batch:
+            (group,) = questions(1, scale.longest, len(asked))
+            asked[group.group] = group
+            engine.submit(group)
+        for one in engine.step():
+            done.setdefault(one.group, []).append(one)
+            finished += len(one.tokens) - one.prompt_tokens
+    for name in asked.keys() - done.keys():
+        engine.cancel(name)
+    while not engine.idle:
         for one in engine.step():
             done.setdefault(one.group, []).append(one)
     return tuple(BatchGroup(asked[name], tuple(Graded(run="numerics", trajectory=t, reward=0.0) for t in sorted(done[name], key=lambda t: t.member)), ())
-                 for name in sorted(done))
+                 for name in sorted(done) if len(done[name]) == MEMBERS)
 
 
 def scored(model: CausalLM, groups: Sequence[BatchGroup], scale: Scale, mode: Numerics, *, replay: bool = False) -> np.ndarray:
@@ -202,7 +209,7 @@ def costs(name: str, model: CausalLM, scale: Scale, device: str) -> list[dict[st
     """Prefill, a step of decoding, a forward and backward, and all of a small run's work, deterministic beside fast."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, 256, (16, 256), generator=generator).to(device)
-    groups = sampled(model, scale, Numerics.FAST, scale.micro * MEMBERS * scale.longest // 2)[: scale.micro]
+    groups = sampled(model, scale, Numerics.FAST, 8 * MEMBERS * scale.longest)[:8]
     trained = [p for p in model.parameters() if p.requires_grad]
     with torch.inference_mode():
         caches = {}
@@ -225,7 +232,7 @@ def costs(name: str, model: CausalLM, scale: Scale, device: str) -> list[dict[st
             parameter.grad = None
 
     def whole(mode: Numerics) -> None:
-        sampled(model, scale, mode, len(groups) * MEMBERS * scale.longest // 2)
+        sampled(model, scale, mode, len(groups) * MEMBERS * scale.longest)
         train(mode)
 
     rows = []
@@ -256,7 +263,7 @@ def main() -> None:
     torch.set_num_threads(given.threads)
     cpu = given.device == "cpu"
     dtype = torch.float32 if cpu else torch.bfloat16
-    scale = Scale(given.tokens, given.batch or (64 if cpu else 256), given.longest, 8)
+    scale = Scale(given.tokens, given.batch or (64 if cpu else 256), given.longest, 8 if cpu else 32)
     models = {"K3": (given.k3 or ("base" if cpu else "like:4x1024"), False), "dense": (given.dense or ("like:4x256" if cpu else "like:12x768"), True)}
     rows = []
     for kind, (asked, dense) in models.items():
