@@ -47,6 +47,13 @@ class Layout:
     valid: torch.Tensor | None = None
     _tiles: dict[tuple[bool, int, int], torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
 
+    def __post_init__(self) -> None:
+        # Kernels read them by address: a view of every other element would be read as other numbers.
+        for name in ("starts_q", "starts_k", "rows", "counts", "seen"):
+            given: torch.Tensor | None = getattr(self, name)
+            if given is not None:
+                object.__setattr__(self, name, given.to(torch.int32).contiguous())
+
     @property
     def sequences(self) -> int:
         return self.counts.shape[0]

@@ -186,6 +186,23 @@ def test_a_row_of_a_padded_batch_has_the_bits_of_its_columns_alone() -> None:
         assert torch.equal(attention(q[i : i + 1], keys[i : i + 1, keep], values[i : i + 1, keep])[0], found[i]), i
 
 
+@pytest.mark.parametrize("steps", [1, 2, 5])
+@pytest.mark.parametrize("columns", [70, 1500])
+def test_rows_whose_new_tokens_are_partly_skipped_are_near_fp64_both_ways(steps: int, columns: int) -> None:
+    """As of a batch in which some rows are over: gaps in the middle, and of the new columns some, or all, that do not count."""
+    given = inputs(6, steps, columns)
+    valid = torch.rand(6, columns, generator=torch.Generator().manual_seed(columns + steps)) > 0.4
+    valid[0, -steps:], valid[1, -steps:], valid[2, : columns - 1] = True, False, False
+    layout = Layout.padded(6, steps, columns, valid=valid.cuda())
+    grad = gradient(given[0])
+    wanted = exact(given, layout, grad)
+    assert max(errors(both_ways(given, layout, grad), wanted)) < GRAD_BOUND
+    with torch.no_grad():
+        found = attention(*given, layout=layout, out_dtype=torch.float32)
+    for i in range(6):
+        assert float((found[i].double() - wanted[0][i]).norm()) < OUT_BOUND * max(float(wanted[0][i].norm()), 1.0), i
+
+
 def test_every_configuration_gives_the_same_bits_and_other_parts_do_not() -> None:
     for widths in (LLAMA, SMOL):
         given, layout = pack([1300, 3, 64], [1300, 1500, 2100], widths)

@@ -22,6 +22,7 @@ CASES = {
     "a group of three, a width that is no power of two, values of another": padded(1, 70, 200, Widths(3, 1, 48, 16)),
     "every head its own keys": padded(2, 40, 40, Widths(2, 2, 16, 16)),
     "skipped columns": padded(2, 5, 300, share=0.5),
+    "one token a row after skipped columns": padded(4, 1, 150, share=0.5),
     "packed": packed([33, 1, 0, 64], [33, 1, 0, 64], Widths(6, 2)),
     "packed with cached keys": packed([5, 40, 3], [50, 97, 300]),
     "packed with keys in any order": packed([5, 40, 3], [50, 97, 150], shuffled=True),

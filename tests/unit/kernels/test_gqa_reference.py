@@ -136,6 +136,14 @@ def test_sums_by_halves_are_sums(width: int) -> None:
     assert torch.equal(ordered.halves(x.clone()), x.sum(0))
 
 
+def test_what_kernels_read_by_address_lies_in_order() -> None:
+    """Of one new token, the numbers of keys are a column of what is counted; bounds may be every other element of a table."""
+    ends = torch.tensor([[0, 0], [3, 1], [9, 2]])
+    for layout in (padded(4, 1, 9, WIDTHS, share=0.4).layout, Layout.packed(ends[:, 0], ends[:, 1], 9, 2), Layout.padded(3, 1, 7)):
+        numbers = [layout.starts_q, layout.starts_k, layout.counts, layout.seen]
+        assert all(t.is_contiguous() and t.dtype == torch.int32 for t in numbers)
+
+
 def test_one_layout_serves_calls_without_it() -> None:
     case = padded(2, 3, 9, WIDTHS, share=0.4, dtype=torch.float64)
     assert torch.equal(of(case), attention(case.q, case.keys, case.values, valid=case.layout.valid))
