@@ -32,6 +32,9 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 _TENSOR = re.compile(r"^base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight$")
 
+_COPIES = (".base_layer.weight", "embed_tokens.weight", "lm_head.weight")
+"""What PEFT saves of the base beside an adapter whose targets are the head or the embedding, unless told not to."""
+
 _PLAIN: Mapping[str, object] = {
     "use_dora": False, "bias": "none", "modules_to_save": None, "fan_in_fan_out": False, "target_parameters": None, "layer_replication": None,
     "trainable_token_indices": None, "lora_bias": False, "use_qalora": False, "use_bdlora": None, "alora_invocation_tokens": None, "arrow_config": None,
@@ -57,8 +60,11 @@ def read_peft(directory: str | Path) -> Adapter:
     for name, tensor in tensors.items():
         found = _TENSOR.match(name)
         if found is None:
-            raise ConfigError("not the A or B of a low-rank update of a linear layer", field=str(place / WEIGHTS), value=name,
-                              remedy="only plain LoRA is read: merge it with PEFT's merge_and_unload() first")
+            copied = name.endswith(_COPIES)
+            raise ConfigError("a copy of the base's weights, which an adapter is not" if copied else "not the A or B of a low-rank update of a linear layer",
+                              field=str(place / WEIGHTS), value=name,
+                              remedy="save it again with PEFT's save_pretrained(save_embedding_layers=False)" if copied
+                              else "only plain LoRA is read: merge it with PEFT's merge_and_unload() first")
         halves.setdefault(found["module"], {})[found["side"]] = tensor
     scaling = Scaling.ROOT if document.get("use_rslora") else Scaling.RANK
     alpha, patterns = float(document["lora_alpha"]), dict(document.get("alpha_pattern") or {})

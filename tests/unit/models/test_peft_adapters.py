@@ -221,6 +221,18 @@ def test_a_k3_adapter_goes_round_and_computes_the_same_bits(packed: bool, tmp_pa
         assert not torch.equal(make()(tokens).hidden, adapted(tokens).hidden)
 
 
+def test_copies_of_the_base_s_head_are_refused_and_an_adapter_of_the_head_alone_is_read(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    peft = disturbed_peft(get_peft_model(theirs("llama"), PeftConfig(r=4, lora_alpha=8, target_modules=["q_proj", "lm_head"])))
+    peft.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="save_embedding_layers=False"):
+        read_peft(tmp_path)
+    peft.save_pretrained(tmp_path, save_embedding_layers=False)
+    model = ours("llama")
+    put_adapter(model, read_peft(tmp_path))
+    torch.testing.assert_close(our_logits(model), logits(peft), rtol=0, atol=1e-5)
+
+
 def plain_adapter(directory: Path, **changes: Any) -> Path:
     write_peft(Adapter({"m.q": Update(torch.ones(2, 3), torch.ones(4, 2), 6.0)}), directory)
     document = json.loads((directory / CONFIG).read_text())
