@@ -28,7 +28,7 @@ class Places:
     """Where the new tokens of a forward stand, the same for every layer.
 
     cos, sin [B, T, head_dim / 2] of their positions; layout: which keys each sees; valid bool [rows, N + T]: which columns of the cache after them are real, of a
-    packed row those of its padded form; `packed`: its sequences, or None.
+    packed row those of its padded form; `packed`: its sequences, or None; keep: whether something follows them, without which a packed row is never padded.
     """
 
     cos: torch.Tensor
@@ -36,6 +36,7 @@ class Places:
     layout: Layout
     valid: torch.Tensor
     packed: Packed | None
+    keep: bool
 
     @classmethod
     def padded(cls, cache: Cache, steps: int, lengths: torch.Tensor | None, tables: Tables, dtype: torch.dtype) -> Places:
@@ -45,21 +46,24 @@ class Places:
         valid = torch.cat([cache.valid, now], dim=1)
         # Without a cache, padding stands behind all that a real token sees.
         layout = Layout.padded(cache.batch, steps, valid.shape[1], valid=valid if cache.columns else None, device=valid.device)
-        return cls(*tables.at(cache.lengths[:, None] + span, cache.columns + steps, _wide(dtype)), layout, valid, None)
+        return cls(*tables.at(cache.lengths[:, None] + span, cache.columns + steps, _wide(dtype)), layout, valid, None, True)
 
     @classmethod
-    def of_pack(cls, cache: Cache, packed: Packed, tables: Tables, dtype: torch.dtype) -> Places:
+    def of_pack(cls, cache: Cache, packed: Packed, tables: Tables, dtype: torch.dtype, *, keep: bool) -> Places:
         """Of sequences behind one another, each with its row of the cache. `dtype`: of the activations."""
         valid = torch.cat([cache.valid, packed.real], dim=1)
-        rows, keys = None, packed.bounds32
+        rows, starts = None, packed.bounds32
         if cache.columns:
-            # All real columns first, in the order of their rows and places in them: a stable sort, so that no count comes to the host.
-            rows = (~valid).flatten().to(torch.uint8).argsort(stable=True).to(torch.int32)
-            keys = nn.functional.pad(valid.sum(1, dtype=torch.int32).cumsum(0, dtype=torch.int32), (1, 0))
-        layout = Layout.packed(packed.bounds32, keys, packed.tokens, packed.tokens if rows is None else valid.numel(), longest_q=packed.longest,
+            # Each sequence's real columns in their order, those of no sequence last: a stable sort, so that no count comes to the host.
+            count = torch.arange(packed.count, device=valid.device)[:, None]
+            columns, real = (valid, []) if keep else (cache.valid, [packed.sequence])
+            owner = torch.cat([torch.where(columns, count, packed.count).flatten(), *real])
+            rows = owner.argsort(stable=True).to(torch.int32)
+            starts = nn.functional.pad(valid.sum(1, dtype=torch.int32).cumsum(0, dtype=torch.int32), (1, 0))
+        layout = Layout.packed(packed.bounds32, starts, packed.tokens, packed.tokens if rows is None else rows.numel(), longest_q=packed.longest,
                                longest_k=valid.shape[1], rows=rows)
         positions = (cache.lengths[packed.sequence] + packed.offset)[None]
-        return cls(*tables.at(positions, cache.columns + packed.longest, _wide(dtype)), layout, valid, packed)
+        return cls(*tables.at(positions, cache.columns + packed.longest, _wide(dtype)), layout, valid, packed, keep)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -94,10 +98,19 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rotates:
             q, k = rotate(q, places.cos, places.sin), rotate(k, places.cos, places.sin)
-        packed = places.packed
-        new = (k, v) if packed is None else (packed.padded(k[0]), packed.padded(v[0]))
-        after = KeyValues(torch.cat([held.keys, new[0]], dim=1), torch.cat([held.values, new[1]], dim=1))
-        alone = packed is not None and not held.keys.shape[1]
-        o = attention(q, k if alone else after.keys, v if alone else after.values, layout=places.layout, scale=self.scale)
+        keys, values, after = _joined(held, k, v, places)
+        o = attention(q, keys, values, layout=places.layout, scale=self.scale)
         out: torch.Tensor = self.o_proj(o.flatten(-2))
         return out, after
+
+
+def _joined(held: KeyValues, k: torch.Tensor, v: torch.Tensor, places: Places) -> tuple[torch.Tensor, torch.Tensor, KeyValues]:
+    """The keys and values that the layout names, and the cache after the new ones; where nothing follows a packed row, the cache as it was."""
+    packed, before = places.packed, held.keys.shape[1] > 0
+    if packed is not None and not places.keep:
+        if before:
+            k, v = (torch.cat([old.flatten(0, 1), new[0]])[None] for old, new in ((held.keys, k), (held.values, v)))
+        return k, v, held
+    new_k, new_v = (k, v) if packed is None else (packed.padded(k[0]), packed.padded(v[0]))
+    after = KeyValues(torch.cat([held.keys, new_k], dim=1), torch.cat([held.values, new_v], dim=1))
+    return (k, v, after) if packed is not None and not before else (after.keys, after.values, after)

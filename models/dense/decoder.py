@@ -89,7 +89,10 @@ class DenseForCausalLM(CausalLM):
         x: torch.Tensor = self.model.embed_tokens(tokens)
         if packed is not None and not packed.tokens:
             return ModelOutput(x, cache, routes)
-        places = Places.padded(cache, steps, lengths, self._tables, x.dtype) if packed is None else Places.of_pack(cache, packed, self._tables, x.dtype)
+        if packed is None:
+            places = Places.padded(cache, steps, lengths, self._tables, x.dtype)
+        else:
+            places = Places.of_pack(cache, packed, self._tables, x.dtype, keep=keep)
         states: list[LayerState] = []
         for layer, held in zip(self._layers(), cache.layers, strict=True):
             assert isinstance(held, KeyValues)

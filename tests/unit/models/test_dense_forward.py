@@ -148,6 +148,30 @@ def test_gradients_are_finite_differences(tied: bool) -> None:
         assert (slopes[0] - slopes[1]) / (2 * step) == pytest.approx(float((parameter.grad * way).sum()), rel=1e-5, abs=1e-7), name
 
 
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("how", list(Recompute))
+def test_a_pack_that_nothing_follows_is_the_same_function_and_is_never_padded(cached: bool, how: Recompute, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hidden states to the bit and gradients to rounding, with ragged prompts, holes in the cache and a sequence of no token; the cache comes back as it was."""
+    found, padded = [], []
+    pad = Packed.padded
+    monkeypatch.setattr(Packed, "padded", lambda self, x, fill=0.0: padded.append(x.shape) or pad(self, x, fill))
+    for keep in (True, False):
+        model = random_dense()
+        model.recompute = how
+        held = model(tokens_of(2, 7), lengths=torch.tensor([3, 7])).cache if cached else model.empty_cache(2)
+        held = model(tokens_of(2, 2, seed=5), lengths=torch.tensor([2, 0]), cache=held).cache.repeat(2) if cached else held.repeat(2)
+        before = len(padded)
+        out = model(tokens_of(1, 9, seed=1), cache=held, packed=Packed.of([4, 1, 0, 4], "cpu"), keep=keep)
+        out.hidden.square().sum().backward()
+        assert (len(padded) > before) is keep
+        assert (out.cache is held) is not keep
+        found.append((out.hidden, [p.grad for p in model.parameters()]))
+    (kept, kept_grads), (dropped, dropped_grads) = found
+    assert torch.equal(kept, dropped)
+    for a, b in zip(kept_grads, dropped_grads, strict=True):
+        torch.testing.assert_close(a, b, **CLOSE)
+
+
 @torch.no_grad()
 def test_a_pack_of_nothing_keeps_the_cache(model: DenseForCausalLM) -> None:
     held = model(tokens_of(2, 3)).cache
