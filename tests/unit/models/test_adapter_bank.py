@@ -6,29 +6,39 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from dense_model_cases import ours
 from k3_checkpoint_cases import packed_checkpoint
 from lora_cases import drawn_adapter
-from model_cases import random_model, random_tokens
+from model_cases import random_model
+from model_cases import random_tokens as any_tokens
 
 from driftline.kernels.mode import Numerics, using
 from driftline.messages.errors import ConfigError, IntegrityError
+from driftline.models.causal_lm import CausalLM
 from driftline.models.checkpoint import load_checkpoint
 from driftline.models.lora import Adapter, AdapterBank, Scaling, Update, put_adapter
 from driftline.models.model import K3ForCausalLM
 from driftline.models.packed import Packed
 
-Make = Callable[[], K3ForCausalLM]
+Make = Callable[[], CausalLM]
 INDEX = (2, 0, -1, 1, 2)
 LENGTHS = torch.tensor([7, 3, 9, 5, 1])
 
 
-@pytest.fixture(params=["unpacked", "packed"])
+@pytest.fixture(params=["unpacked", "packed", "dense"])
 def make(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Make:
-    """fp32, its routed experts in either form."""
+    """fp32: K3 with its routed experts in either form, and a dense model with biases."""
+    if request.param == "dense":
+        return lambda: ours("qwen2")
     if request.param == "unpacked":
         return lambda: random_model(dtype=torch.float32)
     directory = packed_checkpoint(tmp_path_factory.mktemp("packed"))
     return lambda: load_checkpoint(str(directory))
+
+
+def random_tokens(rows: int, steps: int, seed: int = 0) -> torch.Tensor:
+    """Of every model's vocabulary."""
+    return any_tokens(rows, steps, seed=seed) % 97
 
 
 def adapters(make: Make) -> list[Adapter]:
@@ -38,7 +48,7 @@ def adapters(make: Make) -> list[Adapter]:
     ]
 
 
-def banked(make: Make, held: list[Adapter]) -> tuple[K3ForCausalLM, AdapterBank]:
+def banked(make: Make, held: list[Adapter]) -> tuple[CausalLM, AdapterBank]:
     model = make()
     bank = AdapterBank(model, slots=4, rank=10, targets="all-linear")
     for slot, adapter in enumerate(held):
