@@ -9,9 +9,11 @@ matrix (`kernels.grouped_linear`), and slots are summed in their order: a token'
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from driftline.kernels.grouped_linear import grouped_linear, groups_of
 from driftline.kernels.mode import deterministic
@@ -125,11 +127,36 @@ def combined(y: torch.Tensor, rows: Plan, gates: torch.Tensor) -> torch.Tensor:
 
 
 def _summed(picked: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
-    wide = torch.promote_types(picked.dtype, torch.float32)
-    total = torch.zeros_like(picked[:, 0], dtype=wide)
-    for slot in range(gates.shape[1]):
-        total = total + picked[:, slot].to(wide) * gates[:, slot, None].to(wide)
-    return total.to(picked.dtype)
+    """picked [N, k, Z], gates [N, k]: [N, Z]."""
+    out: torch.Tensor = _Summed.apply(picked, gates)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Summed(torch.autograd.Function):
+    """Keeps the rows as they are, where a sum of wide products would keep each of them widened."""
+
+    @staticmethod
+    def forward(ctx: Any, picked: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(picked, gates)
+        wide = torch.promote_types(picked.dtype, torch.float32)
+        total = torch.zeros_like(picked[:, 0], dtype=wide)
+        for slot in range(gates.shape[1]):
+            total = total + picked[:, slot].to(wide) * gates[:, slot, None].to(wide)
+        return total.to(picked.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        picked, gates = ctx.saved_tensors
+        wide = torch.promote_types(picked.dtype, torch.float32)
+        dy = dy.to(wide)
+        to_rows, to_gates = (torch.empty_like(given) if wanted else None for given, wanted in zip((picked, gates), ctx.needs_input_grad, strict=True))
+        for slot in range(gates.shape[1]):
+            if to_rows is not None:
+                to_rows[:, slot] = dy * gates[:, slot, None].to(wide)
+            if to_gates is not None:
+                to_gates[:, slot] = (dy * picked[:, slot].to(wide)).sum(-1)
+        return to_rows, to_gates
 
 
 @torch.no_grad()

@@ -12,6 +12,7 @@ from k3_checkpoint_cases import packed_checkpoint
 from lora_cases import disturbed
 from model_cases import random_model, random_tokens
 
+from driftline.kernels.grouped_linear import groups_of
 from driftline.kernels.mode import Numerics, using
 from driftline.messages.errors import ConfigError, IntegrityError
 from driftline.models.causal_lm import CausalLM
@@ -28,7 +29,7 @@ from driftline.models.lora import (
     adapter_of,
     merge_lora,
 )
-from driftline.models.lora.experts import repacked
+from driftline.models.lora.experts import combined, repacked
 from driftline.models.lora.linear import added
 from driftline.models.mlp import Experts
 from driftline.models.state import export_state, round_to_policy_
@@ -211,3 +212,10 @@ def test_undoing_a_merge_gives_back_every_bit(make: Callable[[], CausalLM]) -> N
 def test_halves_that_do_not_fit_are_no_update(a: tuple[int, ...], b: tuple[int, ...]) -> None:
     with pytest.raises(IntegrityError):
         Update(torch.zeros(a), torch.zeros(b), 1.0)
+
+
+def test_the_gated_sum_s_gradient_matches_finite_differences() -> None:
+    random = torch.Generator().manual_seed(0)
+    rows = groups_of(torch.tensor([[1, 0], [2, -1], [0, 1]]), 3)
+    y, gates = (torch.randn(*shape, dtype=torch.float64, generator=random).requires_grad_() for shape in ((6, 5), (3, 2)))
+    assert torch.autograd.gradcheck(lambda y, gates: combined(y, rows, gates), (y, gates))
