@@ -2,8 +2,8 @@
 
 `smollm2` is a dense decoder of SmolLM2-135M's sizes, all weights trained; `k3` is a K3 of 4 layers at hidden 7168 with 896 experts a layer in MXFP4, rank-64
 adapters on its linears trained. On a CPU both are tiny. Weights are random and completions are of random tokens and lengths (lognormal, the same for every
-case), so what is timed is arithmetic, not learning. A step is `Trainer.step`: forward, backward, clipping, AdamW, rounding to the policy; its tokens are those that
-are fed, a group's prompt once. Memory is the allocator's peak on a device; on a CPU it is what autograd keeps of a token for the backward pass.
+case), so what is timed is arithmetic, not learning. A step is `Trainer.step`: forward, backward, clipping, AdamW, rounding to the policy, in one order of sums as the
+learner's process asks for (`compute_deterministically`); its tokens are those that are fed, a group's prompt once. Memory is the allocator's peak on a device; on a CPU it is what autograd keeps of a token for the backward pass.
 
     python benchmarks/learner_step.py [--models smollm2 k3] [--device h200] [--quick] [--limit SECONDS] [--commit ID]
 """
@@ -42,6 +42,7 @@ from driftline.models.stored import public_shapes, skeleton
 from driftline.services.config import LearnerConfig, Proximal
 from driftline.services.config import Recompute as LearnerRecompute
 from driftline.services.learner.assembler import Batch, BatchGroup
+from driftline.services.learner.determinism import compute_deterministically
 from driftline.services.learner.micro_batches import by_groups, by_tokens, token_count
 from driftline.services.learner.shared_prompts import forward_groups
 from driftline.services.learner.trainer import Trainer
@@ -297,7 +298,9 @@ def row(case: str, ours: float | None, unit: str, peer: str | None = None, peer_
 
 def measured(subject: Subject, cases: Sequence[Case], repeats: int, until: float) -> list[Row]:
     model = subject.make()
+    compute_deterministically(str(DEVICE))
     rows = learner_rows(subject, model.train(), cases, repeats, until)
+    torch.use_deterministic_algorithms(False)  # an engine is another process
     if time.monotonic() < until:
         rows += decode_rows(subject, model, repeats)
     del model
@@ -306,6 +309,7 @@ def measured(subject: Subject, cases: Sequence[Case], repeats: int, until: float
 
 
 def main() -> None:
+    compute_deterministically(str(DEVICE))  # cuBLAS reads its setting at its first product
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", default="h200" if ON_GPU else "cpu-2core", help="the folder of results")
     parser.add_argument("--models", nargs="+", default=["smollm2", "k3"], choices=["smollm2", "k3"])

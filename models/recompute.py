@@ -30,7 +30,8 @@ class Recompute(StrEnum):
 def recomputed(part: Callable[[], T]) -> T:
     """`part()`, whose intermediate results are computed again, by a second call, when a gradient needs them.
 
-    `part` closes over its inputs; it draws no random numbers and gives the same results at each call. It must not hold what it returned, nor anything that
+    `part` closes over its inputs; it draws no random numbers and gives the same results at each call, so whatever else it looks up (an adapter chosen for a row) must
+    be as it was when the gradient is taken. It must not hold what it returned, nor anything that
     was made from it with gradients: the graph would then hold itself and never be freed. Without gradients this is `part()`.
     """
     if not torch.is_grad_enabled():
