@@ -11,7 +11,7 @@ import math
 import torch
 
 from driftline.kernels.fixed.pointwise import exp
-from driftline.kernels.fixed.products import LEAST, STEP, product, verified, write
+from driftline.kernels.fixed.products import LEAST, STEP, product, write_batch
 from driftline.kernels.fixed.sums import total
 
 __all__ = ["TILE", "attention_batch", "attention_rows"]
@@ -69,6 +69,10 @@ def _products(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, which: list[i
         for b in which:
             out[b] = product(a[b], w[b])
         return
-    sizes = verified(a.shape[2], w.shape[1], a.dtype, a.device, torch.get_num_threads())
-    for b in which:
-        write(a[b], w[b], out[b], sizes)
+    if len(which) == a.shape[0]:
+        write_batch(a, w, out)
+        return
+    index = torch.tensor(which)
+    part = out.new_empty(len(which), *out.shape[1:])
+    write_batch(a[index], w[index], part)
+    out[index] = part

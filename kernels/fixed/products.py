@@ -14,7 +14,7 @@ import torch
 
 from driftline.kernels.dispatch import runs_triton
 
-__all__ = ["LEAST", "STEP", "by_blocks", "product", "verified", "write"]
+__all__ = ["LEAST", "STEP", "by_blocks", "packed_alike", "product", "verified", "write", "write_batch"]
 
 LEAST = 16
 """Rows of the smallest block."""
@@ -24,6 +24,9 @@ STEP = 16
 
 LARGER = (256, 64)
 """Blocks that are used where they are shown to give the same bits."""
+
+PACK = 32
+"""Blocks of a batched product."""
 
 _LINE = 64
 """Bytes that the address of an operand is a multiple of."""
@@ -74,6 +77,36 @@ def write(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, sizes: tuple[int,
             else:
                 out[start : start + size] = a[start : start + size].clone() @ w.t()
             start += size
+
+
+def write_batch(a: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> None:
+    """a [B, M, K] w[b]^T into out [B, M, N], w [B, N, K]: the bits of `write` for each b. Few rows of many matrices go PACK blocks at a time, so that a call is not
+    made for each; where this machine's batched product is shown to give the same bits."""
+    batch, rows, depth = a.shape
+    threads = torch.get_num_threads()
+    sizes = verified(depth, out.shape[2], a.dtype, a.device, threads)
+    count = batch * rows // LEAST
+    if rows >= LARGER[-1] or count < PACK // 4 or not packed_alike(depth, out.shape[2], a.dtype, a.device, threads):
+        for b in range(batch):
+            write(a[b], w[b], out[b], sizes)
+        return
+    blocks = a.reshape(count, LEAST, depth)
+    matrices = w if rows == LEAST else w.repeat_interleave(rows // LEAST, 0)
+    short = -count % PACK
+    if short:
+        blocks = torch.cat([blocks, blocks.new_zeros(short, LEAST, depth)])
+        matrices = torch.cat([matrices, matrices.new_zeros(short, *w.shape[1:])])
+    found = [torch.bmm(blocks[i : i + PACK], matrices[i : i + PACK].mT) for i in range(0, count, PACK)]
+    out.copy_(torch.cat(found)[:count].view(out.shape))
+
+
+@cache
+def packed_alike(depth: int, columns: int, dtype: torch.dtype, device: torch.device, threads: int) -> bool:
+    """Whether a batched product of PACK blocks gives each the bits of a product of its own, asked of operands from a fixed seed."""
+    source = torch.Generator().manual_seed(depth * 1_000_003 + columns)
+    a = torch.randn(PACK, LEAST, depth, generator=source, dtype=torch.float32).to(dtype).to(device)
+    w = torch.randn(PACK, columns, depth, generator=source, dtype=torch.float32).to(dtype).to(device)
+    return _same(torch.bmm(a, w.mT), torch.stack([x.clone() @ y.t() for x, y in zip(a, w, strict=True)]))
 
 
 @cache

@@ -145,3 +145,19 @@ def test_a_query_s_bits_are_those_of_the_keys_it_sees(batch: int, rows: int, key
     score = (q.double() @ k.double().mT * 0.3).masked_fill(mask, -torch.inf)
     want = torch.nan_to_num(torch.softmax(score, -1)) @ v.double()
     torch.testing.assert_close(whole.double(), want, rtol=1e-4, atol=1e-4)
+
+
+@settings(max_examples=30, deadline=None)
+@given(batch=st.integers(1, 70), rows=st.sampled_from([16, 32, 48, 64]), depth=st.sampled_from([16, 48, 576]), columns=st.sampled_from([16, 64]))
+def test_products_of_many_matrices_have_the_bits_of_each_alone(batch: int, rows: int, depth: int, columns: int) -> None:
+    a, w = drawn(batch, rows, depth), drawn(batch, columns, depth, seed=1)
+    out = torch.full((batch, rows, columns), float("nan"))
+    products.write_batch(a, w, out)
+    for b in {0, batch // 2, batch - 1}:
+        assert same(products.by_blocks(a[b], w[b]), out[b])
+
+
+def test_a_batched_product_with_other_bits_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = torch.bmm
+    monkeypatch.setattr(torch, "bmm", lambda a, b: real(a, b) * (1 + 1e-6))
+    assert not products.packed_alike.__wrapped__(48, 32, torch.float32, torch.device("cpu"), 1)
