@@ -24,7 +24,7 @@ from driftline.models.stored import public_shapes
 
 __all__ = ["RandomTensors", "make_checkpoint", "random_model"]
 
-_ZERO = ("_res_proj.weight", "A_log", "e_score_correction_bias")
+_ZERO = ("_res_proj.weight", "A_log", "e_score_correction_bias", ".bias")
 
 
 class RandomTensors:

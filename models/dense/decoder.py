@@ -59,10 +59,11 @@ class DenseForCausalLM(CausalLM):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Matrices normal with deviation 0.02, biases zero, norms one."""
+        """Matrices normal, with K3's deviations; biases zero, norms one."""
+        std = self.config.hidden_size**-0.5
         for name, parameter in self.named_parameters():
             if parameter.dim() >= 2:
-                nn.init.normal_(parameter, std=0.02)
+                nn.init.normal_(parameter, std=0.02 if name.endswith("embed_tokens.weight") else min(std, parameter.shape[-1] ** -0.5))
             elif name.endswith(".bias"):
                 nn.init.zeros_(parameter)
 

@@ -214,6 +214,9 @@ def test_a_random_model_and_its_files_are_equal(tmp_path: Path) -> None:
     assert isinstance(made, DenseForCausalLM)
     assert config_of(loaded) == config
     assert same_state(export_state(made), export_state(loaded))
+    fresh = DenseForCausalLM(config)
+    for (name, drawn), start in zip(made.named_parameters(), fresh.parameters(), strict=True):
+        assert float(drawn.detach().float().std()) == pytest.approx(float(start.detach().std()), rel=0.25), name
     assert not torch.equal(random_model(config, seed=4).lm_head.weight, made.lm_head.weight)
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "made").config.model_type == "qwen3"
 

@@ -102,6 +102,20 @@ def test_in_bfloat16_the_distance_to_exact_logits_is_transformers(name: str) -> 
     assert mine.mean() < 0.02 * want.abs().mean() + 0.02
 
 
+@torch.no_grad()
+def test_norms_and_the_feed_forward_round_as_transformers_to_the_bit() -> None:
+    """bfloat16: normalised in fp32, rounded, then multiplied by the weight in bfloat16; SiLU rounded before its product. Another order shows."""
+    x = (3 * torch.randn(64, 48, generator=torch.Generator().manual_seed(0))).bfloat16()
+    half = open_model(str(saved("qwen3", torch.bfloat16)), dtype=torch.bfloat16)
+    reference = AutoModelForCausalLM.from_pretrained(saved("qwen3", torch.bfloat16), dtype=torch.bfloat16).eval()
+    mine, other = half.get_submodule("model.layers.1"), reference.get_submodule("model.layers.1")
+    for name in ("input_layernorm", "mlp"):
+        assert torch.equal(mine.get_submodule(name)(x), other.get_submodule(name)(x)), name
+    norm = mine.get_submodule("input_layernorm")
+    wide = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)
+    assert (norm(x) != (wide * norm.get_parameter("weight").float()).bfloat16()).float().mean() > 0.1
+
+
 @EVERY
 def test_gradients_are_transformers(name: str) -> None:
     tokens = tokens_of(2, 40)
