@@ -163,7 +163,8 @@ def checked(
             raise ValueError(f"valid is {valid.dtype} {list(valid.shape)}; it must be bool [{batch}, {keys.shape[1]}]")
         return sizes
     if batch != 1 or valid is not None:
-        raise ValueError(f"cu_seqlens_q goes with one row of packed sequences and without valid; q has {batch} rows, valid is {'given' if valid is not None else 'not'}")
+        given_too = "given" if valid is not None else "not given"
+        raise ValueError(f"cu_seqlens_q goes with one row of packed sequences and without valid; q has {batch} rows, valid is {given_too}")
     for name, ends in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if ends is None and name == "cu_seqlens_k":
             continue

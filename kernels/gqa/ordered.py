@@ -43,7 +43,7 @@ def halves(x: torch.Tensor) -> torch.Tensor:
 
 
 def exponential(x: torch.Tensor) -> torch.Tensor:
-    """exp of fp32 or fp64 at most 0 by operations that round alike in every place, exactly 0 below -700: computed in fp64 by its series, rounded to x's dtype."""
+    """exp of fp32 or fp64 at most 0 by operations that round alike in every place, exactly 0 below -700: in fp64, by its series, rounded to x's dtype."""
     wide = x.double().clamp(min=-701.0)
     power = torch.round(wide * _LOG2_E)
     rest = wide - power * _LN_2_HIGH - power * _LN_2_LOW

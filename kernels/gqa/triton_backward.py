@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from driftline.kernels.gqa.layout import Layout, Sizes
-from driftline.kernels.gqa.triton_forward import block, key_rows, live_rows
+from driftline.kernels.gqa.triton_forward import block, how, key_rows, live_rows, loaded, operands
 
 __all__ = ["KEYS", "KEYS_DEFAULT", "QUERIES", "QUERIES_DEFAULT", "Configuration", "backward"]
 
@@ -32,8 +32,8 @@ class Configuration(NamedTuple):
 
 QUERIES_DEFAULT = Configuration(rows=128, keys=64, warps=8, stages=3)
 QUERIES = (QUERIES_DEFAULT, Configuration(128, 64, 8, 2), Configuration(128, 128, 8, 2))
-KEYS_DEFAULT = Configuration(rows=32, keys=128, warps=8, stages=3)
-KEYS = (KEYS_DEFAULT, Configuration(64, 128, 8, 2), Configuration(64, 128, 8, 3), Configuration(32, 128, 8, 2))
+KEYS_DEFAULT = Configuration(rows=64, keys=128, warps=8, stages=2)
+KEYS = (KEYS_DEFAULT, Configuration(64, 128, 8, 3), Configuration(32, 128, 8, 3), Configuration(32, 128, 8, 2))
 """What runs (the defaults), and what the benchmark's sweep times beside it."""
 
 _PREPARED = 32
@@ -53,9 +53,9 @@ def _prepare(out, grad, delta, count, stride, HEADS: tl.constexpr, GROUP: tl.con
 
 
 @triton.jit
-def _queries(q, keys, values, rows, grad, lse, delta, starts_q, starts_k, seen, tiles, dq, count, stride, scale, factor, HEADS: tl.constexpr, GROUP: tl.constexpr,
-             WIDTH: tl.constexpr, VALUE: tl.constexpr, D: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
-             INDEXED: tl.constexpr):
+def _queries(q, keys, values, rows, grad, lse, delta, starts_q, starts_k, seen, tiles, dq, count, stride, scale, factor, HEADS: tl.constexpr,
+             GROUP: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr, D: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+             STAGES: tl.constexpr, HOW: tl.constexpr):
     tile = count - 1 - tl.program_id(0)
     head = tl.program_id(1)
     sequence = tl.load(tiles + 2 * tile)
@@ -83,10 +83,8 @@ def _queries(q, keys, values, rows, grad, lse, delta, starts_q, starts_k, seen, 
     stop = tl.load(seen + begin + (tl.minimum(first + ROWS, length * GROUP) - 1) // GROUP)
     acc = tl.zeros((ROWS, D), tl.float32)
     for at in tl.range(0, stop, KEYS, num_stages=STAGES):
-        inside = at + j < stop
-        row = key_rows(rows, begin_k, at, j, inside, INDEXED)
-        key = tl.load(keys + row[:, None] * (HEADS // GROUP * WIDTH) + head * WIDTH + d[None, :], mask=live_rows(inside, d, WIDTH, D), other=0.0)
-        value = tl.load(values + row[:, None] * (HEADS // GROUP * VALUE) + head * VALUE + f[None, :], mask=live_rows(inside, f, VALUE, V), other=0.0)
+        key = loaded(keys, rows, begin_k, at, j, stop, head, HEADS // GROUP, WIDTH, D, HOW)
+        value = loaded(values, rows, begin_k, at, j, stop, head, HEADS // GROUP, VALUE, V, HOW)
         score = tl.dot(query, tl.trans(key))
         if at + KEYS > everyone:
             score = tl.where((at + j)[None, :] < limit[:, None], score, float("-inf"))
@@ -97,9 +95,9 @@ def _queries(q, keys, values, rows, grad, lse, delta, starts_q, starts_k, seen, 
 
 
 @triton.jit
-def _keys(q, keys, values, rows, grad, lse, delta, starts_q, starts_k, counts, seen, tiles, dk, dv, stride, scale, factor, HEADS: tl.constexpr, GROUP: tl.constexpr,
-          WIDTH: tl.constexpr, VALUE: tl.constexpr, D: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
-          INDEXED: tl.constexpr, EVEN: tl.constexpr):
+def _keys(q, keys, values, rows, grad, lse, delta, starts_q, starts_k, counts, seen, tiles, dk, dv, stride, scale, factor, HEADS: tl.constexpr,
+          GROUP: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr, D: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+          STAGES: tl.constexpr, INDEXED: tl.constexpr, EVEN: tl.constexpr):
     tile = tl.program_id(0)
     head = tl.program_id(1)
     sequence = tl.load(tiles + 2 * tile)
@@ -153,8 +151,8 @@ def _keys(q, keys, values, rows, grad, lse, delta, starts_q, starts_k, counts, s
 
 
 def backward(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layout: Layout, out: torch.Tensor, lse: torch.Tensor, grad: torch.Tensor, sizes: Sizes, scale: float,
-    of_queries: Configuration = QUERIES_DEFAULT, of_keys: Configuration = KEYS_DEFAULT,
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layout: Layout, out: torch.Tensor, lse: torch.Tensor, grad: torch.Tensor, sizes: Sizes,
+    scale: float, of_queries: Configuration = QUERIES_DEFAULT, of_keys: Configuration = KEYS_DEFAULT,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dkeys, dvalues) in the inputs' dtype, zeros for keys that no sequence has. out, lse: as `forward` gave them; grad [..., H, Dv], contiguous, in any
     floating-point dtype: rounded to q's once, before it is used. Beside the gradients: 4 bytes a query and head, and that rounded gradient."""
@@ -171,16 +169,18 @@ def backward(
         enable_fp_fusion=True,
     )
     widths = {"HEADS": sizes.heads, "GROUP": sizes.group, "WIDTH": sizes.width, "VALUE": sizes.value, "D": block(sizes.width), "V": block(sizes.value),
-              "INDEXED": layout.rows is not None, "enable_fp_fusion": True}
+              "enable_fp_fusion": True}
     named = q if layout.rows is None else layout.rows
     tiles = layout.key_tiles(sizes.keys if layout.rows is None else layout.rows.shape[0], of_keys.keys)
     _keys[(tiles.shape[0], sizes.key_heads)](
-        q, keys, values, named, grad, lse, delta, layout.starts_q, layout.starts_k, layout.counts, layout.seen, tiles, dk, dv, delta.stride(0), scale / math.log(2), scale,
-        ROWS=of_keys.rows, KEYS=of_keys.keys, STAGES=of_keys.stages, EVEN=layout.even, num_warps=of_keys.warps, **widths,
+        q, keys, values, named, grad, lse, delta, layout.starts_q, layout.starts_k, layout.counts, layout.seen, tiles, dk, dv, delta.stride(0),
+        scale / math.log(2), scale, ROWS=of_keys.rows, KEYS=of_keys.keys, STAGES=of_keys.stages, EVEN=layout.even,
+        INDEXED=layout.rows is not None, num_warps=of_keys.warps, **widths,
     )
     tiles = layout.query_tiles(sizes.group, of_queries.rows)
     _queries[(tiles.shape[0], sizes.key_heads)](
-        q, keys, values, named, grad, lse, delta, layout.starts_q, layout.starts_k, layout.seen, tiles, dq, tiles.shape[0], delta.stride(0), scale / math.log(2), scale,
-        ROWS=of_queries.rows, KEYS=of_queries.keys, STAGES=of_queries.stages, num_warps=of_queries.warps, **widths,
+        q, *operands(keys, values, layout, sizes, of_queries.keys), named, grad, lse, delta, layout.starts_q, layout.starts_k, layout.seen, tiles,
+        dq, tiles.shape[0], delta.stride(0), scale / math.log(2), scale, ROWS=of_queries.rows, KEYS=of_queries.keys, STAGES=of_queries.stages,
+        HOW=how(layout, sizes), num_warps=of_queries.warps, **widths,
     )
     return dq, dk, dv

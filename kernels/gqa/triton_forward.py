@@ -9,15 +9,19 @@ a tile by `tile_of_keys` and add a part by `added`, so a query's bits do not dep
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from driftline.kernels.gqa.layout import Layout, Sizes
+from driftline.kernels.linear.triton import described
 
-__all__ = ["CONFIGURATIONS", "FEW", "KEYS", "MANY", "PART", "Configuration", "added", "block", "decode", "decodes", "forward", "key_rows", "live_rows", "takes"]
+__all__ = [
+    "CONFIGURATIONS", "FEW", "KEYS", "MANY", "PART", "Configuration", "added", "block", "decode", "decodes", "forward", "how", "key_rows", "live_rows",
+    "loaded", "operands", "takes",
+]
 
 PART = 1024
 """Keys of a part, and the order of sums: another is other bits."""
@@ -67,6 +71,19 @@ def key_rows(rows, begin, at, j, inside, INDEXED: tl.constexpr):
 
 
 @triton.jit
+def loaded(matrix, rows, begin, at, j, stop, head, KEY_HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, HOW: tl.constexpr):
+    """Keys or values at .. at + j of a sequence, of one head; zeros from `stop` on, but by the copy engine, which brings what lies there."""
+    if HOW == "copied":
+        tile = matrix.load([begin + at, head * WIDTH])
+    else:
+        d = tl.arange(0, BLOCK)
+        inside = at + j < stop
+        row = key_rows(rows, begin, at, j, inside, HOW == "named")
+        tile = tl.load(matrix + row[:, None] * (KEY_HEADS * WIDTH) + head * WIDTH + d[None, :], mask=live_rows(inside, d, WIDTH, BLOCK), other=0.0)
+    return tile
+
+
+@triton.jit
 def tile_of_keys(query, key, value, acc, top, total, at, seen, everyone, scale, KEYS: tl.constexpr):
     """A tile of keys from `at` added to (acc, top, total) of a part. Rows that see none of it stay as they are, to the bit."""
     score = tl.dot(query, tl.trans(key))
@@ -106,7 +123,8 @@ def _queries(q, seen, first, begin, length, head, r, HEADS: tl.constexpr, GROUP:
     row = first + r
     live = row < length * GROUP
     token = begin.to(tl.int64) + row // GROUP
-    query = tl.load(q + token[:, None] * (HEADS * WIDTH) + (head * GROUP + row % GROUP)[:, None] * WIDTH + d[None, :], mask=live_rows(live, d, WIDTH, D), other=0.0)
+    at_query = token[:, None] * (HEADS * WIDTH) + (head * GROUP + row % GROUP)[:, None] * WIDTH + d[None, :]
+    query = tl.load(q + at_query, mask=live_rows(live, d, WIDTH, D), other=0.0)
     limit = tl.load(seen + token, mask=live, other=0)
     everyone = tl.load(seen + begin + first // GROUP)
     stop = tl.load(seen + begin + (tl.minimum(first + r.shape[0], length * GROUP) - 1) // GROUP)
@@ -114,9 +132,9 @@ def _queries(q, seen, first, begin, length, head, r, HEADS: tl.constexpr, GROUP:
 
 
 @triton.jit
-def _forward(q, keys, values, rows, starts_q, starts_k, seen, tiles, out, lse, count, stride, scale, HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr,
-             VALUE: tl.constexpr, D: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PART: tl.constexpr, STAGES: tl.constexpr,
-             INDEXED: tl.constexpr, MODE: tl.constexpr):
+def _forward(q, keys, values, rows, starts_q, starts_k, seen, tiles, out, lse, count, stride, scale, HEADS: tl.constexpr, GROUP: tl.constexpr,
+             WIDTH: tl.constexpr, VALUE: tl.constexpr, D: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PART: tl.constexpr,
+             STAGES: tl.constexpr, HOW: tl.constexpr, SEVERAL: tl.constexpr):
     # The last tiles have the most keys and begin first.
     tile = count - 1 - tl.program_id(0)
     head = tl.program_id(1)
@@ -129,7 +147,6 @@ def _forward(q, keys, values, rows, starts_q, starts_k, seen, tiles, out, lse, c
     length = tl.load(starts_q + sequence + 1) - begin
     r = tl.arange(0, ROWS)
     j = tl.arange(0, KEYS)
-    d = tl.arange(0, D)
     f = tl.arange(0, V)
     query, limit, everyone, stop = _queries(q, seen, first, begin, length, head, r, HEADS, GROUP, WIDTH, D)
     whole_acc = tl.zeros((ROWS, V), tl.float32)
@@ -138,37 +155,20 @@ def _forward(q, keys, values, rows, starts_q, starts_k, seen, tiles, out, lse, c
     acc = tl.zeros((ROWS, V), tl.float32)
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
-    if MODE == 1:
+    if SEVERAL:
         for start in range(0, stop, PART):
             acc = tl.zeros((ROWS, V), tl.float32)
             top = tl.full((ROWS,), float("-inf"), tl.float32)
             total = tl.zeros((ROWS,), tl.float32)
             for at in tl.range(start, tl.minimum(start + PART, stop), KEYS, num_stages=STAGES):
-                inside = at + j < stop
-                row = key_rows(rows, begin_k, at, j, inside, INDEXED)
-                key = tl.load(keys + row[:, None] * (HEADS // GROUP * WIDTH) + head * WIDTH + d[None, :], mask=live_rows(inside, d, WIDTH, D), other=0.0)
-                value = tl.load(values + row[:, None] * (HEADS // GROUP * VALUE) + head * VALUE + f[None, :], mask=live_rows(inside, f, VALUE, V), other=0.0)
+                key = loaded(keys, rows, begin_k, at, j, stop, head, HEADS // GROUP, WIDTH, D, HOW)
+                value = loaded(values, rows, begin_k, at, j, stop, head, HEADS // GROUP, VALUE, V, HOW)
                 acc, top, total = tile_of_keys(query, key, value, acc, top, total, at, limit, everyone, scale, KEYS)
             whole_acc, whole_top, whole_total = added(whole_acc, whole_top, whole_total, acc, top, total)
-    elif MODE == 2:
-        for at in tl.range(0, stop, KEYS, num_stages=STAGES):
-            inside = at + j < stop
-            row = key_rows(rows, begin_k, at, j, inside, INDEXED)
-            key = tl.load(keys + row[:, None] * (HEADS // GROUP * WIDTH) + head * WIDTH + d[None, :], mask=live_rows(inside, d, WIDTH, D), other=0.0)
-            value = tl.load(values + row[:, None] * (HEADS // GROUP * VALUE) + head * VALUE + f[None, :], mask=live_rows(inside, f, VALUE, V), other=0.0)
-            acc, top, total = tile_of_keys(query, key, value, acc, top, total, at, limit, everyone, scale, KEYS)
-        whole_acc, whole_top, whole_total = added(whole_acc, whole_top, whole_total, acc, top, total)
     else:
         for at in tl.range(0, stop, KEYS, num_stages=STAGES):
-            inside = at + j < stop
-            row = key_rows(rows, begin_k, at, j, inside, INDEXED)
-            key = tl.load(keys + row[:, None] * (HEADS // GROUP * WIDTH) + head * WIDTH + d[None, :], mask=live_rows(inside, d, WIDTH, D), other=0.0)
-            value = tl.load(values + row[:, None] * (HEADS // GROUP * VALUE) + head * VALUE + f[None, :], mask=live_rows(inside, f, VALUE, V), other=0.0)
-            if at % PART == 0:
-                whole_acc, whole_top, whole_total = added(whole_acc, whole_top, whole_total, acc, top, total)
-                acc = tl.zeros((ROWS, V), tl.float32)
-                top = tl.full((ROWS,), float("-inf"), tl.float32)
-                total = tl.zeros((ROWS,), tl.float32)
+            key = loaded(keys, rows, begin_k, at, j, stop, head, HEADS // GROUP, WIDTH, D, HOW)
+            value = loaded(values, rows, begin_k, at, j, stop, head, HEADS // GROUP, VALUE, V, HOW)
             acc, top, total = tile_of_keys(query, key, value, acc, top, total, at, limit, everyone, scale, KEYS)
         whole_acc, whole_top, whole_total = added(whole_acc, whole_top, whole_total, acc, top, total)
     whole_acc, some, divisor = _finished(whole_acc, whole_total)
@@ -181,9 +181,9 @@ def _forward(q, keys, values, rows, starts_q, starts_k, seen, tiles, out, lse, c
 
 
 @triton.jit
-def _part(q, keys, values, rows, starts_q, starts_k, seen, tiles, sums, tops, totals, stride, scale, HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr,
-          VALUE: tl.constexpr, D: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PART: tl.constexpr, STAGES: tl.constexpr,
-          INDEXED: tl.constexpr):
+def _part(q, keys, values, rows, starts_q, starts_k, seen, tiles, sums, tops, totals, stride, scale, HEADS: tl.constexpr, GROUP: tl.constexpr,
+          WIDTH: tl.constexpr, VALUE: tl.constexpr, D: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PART: tl.constexpr,
+          STAGES: tl.constexpr, HOW: tl.constexpr):
     tile = tl.program_id(0)
     head = tl.program_id(1)
     start = tl.program_id(2) * PART
@@ -196,7 +196,6 @@ def _part(q, keys, values, rows, starts_q, starts_k, seen, tiles, sums, tops, to
     length = tl.load(starts_q + sequence + 1) - begin
     r = tl.arange(0, ROWS)
     j = tl.arange(0, KEYS)
-    d = tl.arange(0, D)
     f = tl.arange(0, V)
     query, limit, everyone, stop = _queries(q, seen, first, begin, length, head, r, HEADS, GROUP, WIDTH, D)
     if start >= stop:
@@ -205,10 +204,8 @@ def _part(q, keys, values, rows, starts_q, starts_k, seen, tiles, sums, tops, to
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     for at in tl.range(start, tl.minimum(start + PART, stop), KEYS, num_stages=STAGES):
-        inside = at + j < stop
-        row = key_rows(rows, begin_k, at, j, inside, INDEXED)
-        key = tl.load(keys + row[:, None] * (HEADS // GROUP * WIDTH) + head * WIDTH + d[None, :], mask=live_rows(inside, d, WIDTH, D), other=0.0)
-        value = tl.load(values + row[:, None] * (HEADS // GROUP * VALUE) + head * VALUE + f[None, :], mask=live_rows(inside, f, VALUE, V), other=0.0)
+        key = loaded(keys, rows, begin_k, at, j, stop, head, HEADS // GROUP, WIDTH, D, HOW)
+        value = loaded(values, rows, begin_k, at, j, stop, head, HEADS // GROUP, VALUE, V, HOW)
         acc, top, total = tile_of_keys(query, key, value, acc, top, total, at, limit, everyone, scale, KEYS)
     row_q = first + r
     live = row_q < length * GROUP
@@ -257,15 +254,31 @@ def block(width: int) -> int:
     return max(16, int(triton.next_power_of_2(width)))
 
 
-def _constants(sizes: Sizes, layout: Layout, configuration: Configuration) -> dict[str, int | bool]:
+def how(layout: Layout, sizes: Sizes) -> str:
+    """How keys and values come: `copied` by the copy engine, which takes heads of a power of two in their order, else by address: `ordered` or `named`."""
+    if layout.rows is not None:
+        return "named"
+    return "copied" if sizes.keys and all(n == block(n) for n in (sizes.width, sizes.value)) else "ordered"
+
+
+def operands(keys: torch.Tensor, values: torch.Tensor, layout: Layout, sizes: Sizes, rows: int) -> tuple[Any, Any]:
+    """Keys and values as the kernels take them, `rows` of them at a time."""
+    if how(layout, sizes) != "copied":
+        return keys, values
+    flat = (t.reshape(sizes.keys, sizes.key_heads * width) for t, width in ((keys, sizes.width), (values, sizes.value)))
+    key, value = flat
+    return described(key, rows, sizes.width), described(value, rows, sizes.value)
+
+
+def _constants(sizes: Sizes, layout: Layout, configuration: Configuration) -> dict[str, Any]:
     return {"HEADS": sizes.heads, "GROUP": sizes.group, "WIDTH": sizes.width, "VALUE": sizes.value, "D": block(sizes.width), "V": block(sizes.value),
-            "ROWS": configuration.rows, "KEYS": KEYS, "STAGES": configuration.stages, "INDEXED": layout.rows is not None, "num_warps": configuration.warps,
+            "ROWS": configuration.rows, "KEYS": KEYS, "STAGES": configuration.stages, "HOW": how(layout, sizes), "num_warps": configuration.warps,
             "enable_fp_fusion": True}
 
 
 def forward(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layout: Layout, sizes: Sizes, scale: float, out_dtype: torch.dtype,
-    configuration: Configuration | None = None, part: int = PART, mode: int | None = None,
+    configuration: Configuration | None = None, part: int = PART,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out [..., H, Dv] in out_dtype, log2 of the sum of exp2 of the scores, fp32 [Hkv, queries * group]: infinite for a query that sees no key) of contiguous
     inputs."""
@@ -275,8 +288,9 @@ def forward(
     tiles = layout.query_tiles(sizes.group, configuration.rows)
     if out.numel():
         _forward[(tiles.shape[0], sizes.key_heads)](
-            q, keys, values, q if layout.rows is None else layout.rows, layout.starts_q, layout.starts_k, layout.seen, tiles, out, lse, tiles.shape[0], lse.stride(0),
-            scale / math.log(2), PART=part, MODE=mode if mode is not None else 1 if layout.longest_k > part else 2, **_constants(sizes, layout, configuration),
+            q, *operands(keys, values, layout, sizes, KEYS), q if layout.rows is None else layout.rows, layout.starts_q, layout.starts_k, layout.seen, tiles,
+            out, lse, tiles.shape[0], lse.stride(0), scale / math.log(2), PART=part, SEVERAL=layout.longest_k > part,
+            **_constants(sizes, layout, configuration),
         )
     return out, lse
 
@@ -294,11 +308,11 @@ def decode(
     sums = torch.empty(parts, sizes.key_heads, rows, width, dtype=torch.float32, device=q.device)
     tops, totals = (torch.empty(parts, sizes.key_heads, rows, dtype=torch.float32, device=q.device) for _ in range(2))
     _part[(tiles.shape[0], sizes.key_heads, parts)](
-        q, keys, values, q if layout.rows is None else layout.rows, layout.starts_q, layout.starts_k, layout.seen, tiles, sums, tops, totals, rows, scale / math.log(2),
-        PART=part, **_constants(sizes, layout, configuration),
+        q, *operands(keys, values, layout, sizes, KEYS), q if layout.rows is None else layout.rows, layout.starts_q, layout.starts_k, layout.seen, tiles, sums,
+        tops, totals, rows, scale / math.log(2), PART=part, **_constants(sizes, layout, configuration),
     )
     _combine[(triton.cdiv(rows, _COMBINED), sizes.key_heads)](
-        sums, tops, totals, layout.seen, out, rows, rows, HEADS=sizes.heads, GROUP=sizes.group, VALUE=sizes.value, V=width, ROWS=_COMBINED, PART=part, num_warps=4,
-        enable_fp_fusion=True,
+        sums, tops, totals, layout.seen, out, rows, rows, HEADS=sizes.heads, GROUP=sizes.group, VALUE=sizes.value, V=width, ROWS=_COMBINED, PART=part,
+        num_warps=4, enable_fp_fusion=True,
     )
     return out
