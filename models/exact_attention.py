@@ -29,6 +29,8 @@ WORKSPACE = 2**29
 PAIRS = 8 * 132 * 64
 """(query, head) pairs of a call: enough to fill a Hopper GPU eight times over. What a call's later queries see is read for its earlier ones too, for nothing."""
 
+KERNELS_TAKE = torch.bfloat16
+
 _LATENTS = (64, 128, 256, 512)
 _SHARED = 64
 
@@ -36,7 +38,7 @@ _SHARED = 64
 def attend_exactly(q: torch.Tensor, rows: torch.Tensor, heads: Heads, columns: Columns) -> torch.Tensor:
     """As `latent_attention.attend`: q [B, T, H, nope + shared], rows [B, N + T, rank + shared] -> [B, T, H, value]."""
     update = heads.update
-    by_kernels = q.dtype == torch.bfloat16 and runs_triton(q, rows)
+    by_kernels = q.dtype == KERNELS_TAKE and runs_triton(q, rows)
     if by_kernels and torch.is_grad_enabled() and (update is None or isinstance(update, LatentUpdate)):
         # Written out for the gradient, as the kernels have one for that form alone.
         terms = () if update is None else (update.a, update.b)
@@ -68,7 +70,7 @@ def _forward(q: torch.Tensor, rows: torch.Tensor, up: torch.Tensor, *terms: torc
 def _scored(query: torch.Tensor, rows: torch.Tensor, *, heads: Heads, columns: Columns) -> torch.Tensor:
     """query [B, T, H, rank + shared] over the rows: [B, T, H, rank] in query's dtype."""
     batch, steps, count, width = query.shape
-    kernels = query.dtype == torch.bfloat16 and heads.rank in _LATENTS and width - heads.rank == _SHARED and runs_triton(query, rows)
+    kernels = query.dtype == KERNELS_TAKE and heads.rank in _LATENTS and width - heads.rank == _SHARED and runs_triton(query, rows)
     if kernels:
         return _by_pages(query, rows, heads, columns)
     ordered = rows.gather(1, columns.order[..., None].expand(-1, -1, width)) if columns.held.shape[1] else rows
