@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -18,7 +19,7 @@ from driftline.kernels.linear import linear
 from driftline.kernels.mode import deterministic
 from driftline.kernels.situ_glu import situ_glu
 from driftline.models.linear import Linear
-from driftline.models.lora.adapter import Update
+from driftline.models.lora.adapter import Scaling, Update
 from driftline.models.lora.chosen import Chosen, Tokens
 from driftline.models.lora.experts import combined, pairs_of
 from driftline.models.lora.latent import LatentUpdate
@@ -39,8 +40,8 @@ class Stack(nn.Module):
         *stacked, size_out, size_in = shape
         self.register_buffer("A", torch.zeros(slots, *stacked, rank, size_in, dtype=dtype, device=device), persistent=False)
         self.register_buffer("B", torch.zeros(slots, *stacked, size_out, rank, dtype=dtype, device=device), persistent=False)
-        self.register_buffer("factors", torch.zeros(slots, dtype=torch.float64, device=device), persistent=False)
-        self.held: list[Update | None] = [None] * slots
+        self._held: list[tuple[int, float, Scaling] | None] = [None] * slots
+        self._factors: dict[torch.device, torch.Tensor] = {}
 
     @torch.no_grad()
     def put(self, slot: int, update: Update | None) -> None:
@@ -48,12 +49,30 @@ class Stack(nn.Module):
         a, b = self.get_buffer("A"), self.get_buffer("B")
         a[slot].zero_()
         b[slot].zero_()
-        self.get_buffer("factors")[slot] = 0.0 if update is None else update.scale
-        self.held[slot] = None
+        self._held[slot] = None
         if update is not None:
             a[slot, ..., : update.rank, :].copy_(update.a)
             b[slot, ..., : update.rank].copy_(update.b)
-            self.held[slot] = Update(a[slot, ..., : update.rank, :], b[slot, ..., : update.rank], update.alpha, update.scaling)
+            self._held[slot] = update.rank, update.alpha, update.scaling
+        self._factors.clear()
+
+    def holds(self, slot: int) -> bool:
+        return self._held[slot] is not None
+
+    def update(self, slot: int) -> Update | None:
+        """What the slot holds, at its own rank and in memory of its own order."""
+        held = self._held[slot]
+        if held is None:
+            return None
+        rank, alpha, scaling = held
+        return Update(self.get_buffer("A")[slot, ..., :rank, :].contiguous(), self.get_buffer("B")[slot, ..., :rank].contiguous(), alpha, scaling)
+
+    def factors(self, device: torch.device) -> torch.Tensor:
+        """fp32 [n]: what each B A is multiplied by; 0 of an empty slot."""
+        if device not in self._factors:
+            scales = [0.0 if held is None else held[2].factor(held[1], held[0]) for held in self._held]
+            self._factors[device] = torch.tensor(scales, dtype=torch.float32, device=device)
+        return self._factors[device]
 
     def grouped(self, x: torch.Tensor) -> bool:
         """Whether the kernels take all adapters at once."""
@@ -65,13 +84,12 @@ class Stack(nn.Module):
         order, back = rows.pairs.long(), rows.rows.long()
         by_adapter = moved(x, order, back)
         if self.grouped(x):
-            a, b, factors = self.get_buffer("A"), self.get_buffer("B"), self.get_buffer("factors")
-            wide = grouped_linear(grouped_linear(by_adapter, rows, a), rows, b).float()
+            wide = grouped_linear(grouped_linear(by_adapter, rows, self.get_buffer("A")), rows, self.get_buffer("B")).float()
             slots = tokens.index[order].clamp(min=0)
-            return moved((wide * factors[slots].float()[:, None]).to(x.dtype), back, order)
+            return moved((wide * self.factors(x.device)[slots, None]).to(x.dtype), back, order)
         parts = []
         for slot, first, last in tokens.spans:
-            update = self.held[slot]
+            update = self.update(slot)
             some = by_adapter[first:last]
             parts.append(some.new_zeros(last - first, self.get_buffer("B").shape[-2]) if update is None else _alone(some, update))
         parts.append(x.new_zeros(x.shape[0] - (tokens.spans[-1][2] if tokens.spans else 0), self.get_buffer("B").shape[-2]))
@@ -80,7 +98,7 @@ class Stack(nn.Module):
 
 def _alone(x: torch.Tensor, update: Update) -> torch.Tensor:
     """As `LoraLinear` adds it."""
-    return linear(linear(x, update.a.contiguous()), update.b.contiguous()) * update.scale
+    return linear(linear(x, update.a), update.b) * update.scale
 
 
 class BankLinear(Linear):
@@ -137,12 +155,8 @@ class BankLatent:
         by_adapter = moved(flat, order, back)
         out = []
         for slot, first, last in tokens.spans:
-            update, some = self.stack.held[slot], by_adapter[first:last]
-            if update is None:
-                out.append(some.new_zeros(last - first, self.heads, width))
-            else:
-                contiguous = Update(update.a.contiguous(), update.b.contiguous(), update.alpha, update.scaling)
-                out.append(product(LatentUpdate.of(contiguous, self.heads, self.nope), some))
+            update, some = self.stack.update(slot), by_adapter[first:last]
+            out.append(some.new_zeros(last - first, self.heads, width) if update is None else product(LatentUpdate.of(update, self.heads, self.nope), some))
         out.append(flat.new_zeros(flat.shape[0] - (tokens.spans[-1][2] if tokens.spans else 0), self.heads, width))
         return moved(torch.cat(out), back, order).view(*x.shape[:-1], width)
 
@@ -159,7 +173,7 @@ class BankExperts(nn.Module):
     def forward(self, z: torch.Tensor, ids: torch.Tensor, gates: torch.Tensor, beta: float, linear_beta: float) -> torch.Tensor:
         """z [N, Z], ids and gates [N, k]: [N, Z]. A token whose adapter has no update here goes through the base's own operator, as it would alone."""
         chosen = self.choice()
-        having = frozenset(slot for slot in chosen.present if any(isinstance(stack, Stack) and stack.held[slot] is not None for stack in self.stacks.values()))
+        having = frozenset(slot for slot in chosen.present if any(isinstance(stack, Stack) and stack.holds(slot) for stack in self.stacks.values()))
         if not having or not z.shape[0]:
             return self._plain(z, ids, gates, beta, linear_beta)
         tokens = chosen.tokens(z.shape[0], z.device)
@@ -195,22 +209,20 @@ class BankExperts(nn.Module):
         by_both = moved(x, there, back)
         if stack.grouped(x):
             wide = grouped_linear(grouped_linear(by_both, plan, a), plan, b).float()
-            factors = stack.get_buffer("factors")[pairs.slots].float()
-            return moved((wide * factors[:, None]).to(x.dtype), back, there)
+            return moved((wide * stack.factors(x.device)[pairs.slots, None]).to(x.dtype), back, there)
         return moved(self._by_rank(stack, by_both, pairs), back, there)
 
     def _by_rank(self, stack: Stack, x: torch.Tensor, pairs: _Pairs) -> torch.Tensor:
         """Adapter by adapter at its own rank, as `LoraExpert` adds it."""
         starts = pairs.plan.starts[:: pairs.experts].tolist()
         out = [x.new_zeros(0, stack.get_buffer("B").shape[-2])]
-        for slot, update in enumerate(stack.held):
-            some = x[starts[slot] : starts[slot + 1]]
-            if update is None or not some.shape[0]:
-                out.append(some.new_zeros(some.shape[0], out[0].shape[1]))
+        for slot, (first, last) in enumerate(pairwise(starts)):
+            update, some = stack.update(slot) if first != last else None, x[first:last]
+            if update is None:
+                out.append(some.new_zeros(last - first, out[0].shape[1]))
                 continue
-            own = torch.where(pairs.sorted_groups[starts[slot] : starts[slot + 1]] >= 0, pairs.sorted_groups[starts[slot] : starts[slot + 1]] % pairs.experts, -1)
-            rows = groups_of(own[:, None], pairs.experts)
-            out.append(grouped_linear(grouped_linear(some, rows, update.a.contiguous()), rows, update.b.contiguous()) * update.scale)
+            rows = groups_of(pairs.sorted_groups[first:last, None] % pairs.experts, pairs.experts)
+            out.append(grouped_linear(grouped_linear(some, rows, update.a), rows, update.b) * update.scale)
         out.append(x.new_zeros(x.shape[0] - starts[-1], out[0].shape[1]))
         return torch.cat(out)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from expert_cases import error, matrices
+from expert_cases import choices, error, matrices
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,9 +15,13 @@ from driftline.kernels.grouped_linear import groups_of
 from driftline.kernels.grouped_linear import triton as kernels
 from driftline.kernels.grouped_linear.autograd import GroupedLinear
 from driftline.kernels.moe.plan import Plan, plan
+from driftline.kernels.moe.reference import expert_mlp
 from driftline.kernels.moe.triton_tiles import Form
 from driftline.kernels.moe.triton_wgrad import WeightBlocks
 from driftline.kernels.mxfp4.weights import ExpertWeight
+from driftline.models.linear import Linear
+from driftline.models.lora import Adapter, AdapterBank, LoraExperts, Scaling, Update
+from driftline.models.mlp import PackedExperts
 
 torch.set_num_threads(1)
 
@@ -85,7 +89,7 @@ def test_gradients_of_an_adapter_s_halves() -> None:
     assert not a.grad[4].any()
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(st.lists(st.integers(-1, 3), min_size=1, max_size=40), st.integers(0, 1000))
 def test_a_row_s_bits_do_not_depend_on_the_others(ids: list[int], seed: int) -> None:
     weight: ExpertWeight
@@ -116,3 +120,85 @@ def test_no_rows_and_no_group_give_zeros() -> None:
     assert kernels.product(rows(0, 48), groups_of(torch.zeros(0, 1, dtype=torch.int64), 4), weight).shape == (0, 20)
     table, _ = rows_of([-1, -1], 4)
     assert not kernels.product(rows(2, 48), table, weight).any()
+
+
+@pytest.fixture
+def _by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("driftline.kernels.grouped_linear.runs_triton", lambda *_: True)
+    monkeypatch.setattr("driftline.models.lora.bank_layers.runs_triton", lambda *_: True)
+    monkeypatch.setattr("driftline.kernels.grouped_linear._BLOCK", SMALL.rows)
+
+
+class Base(torch.nn.Module):
+    """Experts packed to MXFP4, [E, 32, 64] and [E, 64, 32]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1, self.w3, self.w2 = (matrices(Form.MXFP4, shape, seed)[0] for seed, shape in enumerate([(5, 32, 64), (5, 32, 64), (5, 64, 32)]))
+
+    def forward(self, z: torch.Tensor, ids: torch.Tensor, gates: torch.Tensor, beta: float, linear_beta: float) -> torch.Tensor:
+        return expert_mlp(z, ids, gates, self.w1, self.w3, self.w2, beta, linear_beta)
+
+
+def tokens(count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ids, gates = choices(count, 5, 2)
+    ids[1, 0] = -1
+    return rows(count, 64).float().clamp(-1, 1).bfloat16(), ids, gates
+
+
+def adapted(base: Base, seed: int, rank: int) -> LoraExperts:
+    torch.manual_seed(seed)
+    held = LoraExperts.drawn(base, rank, 2.0 * rank, Scaling.RANK, torch.bfloat16)  # type: ignore[arg-type]
+    for expert in held.delta.values():
+        torch.nn.init.normal_(expert.lora_B, std=0.3)
+    return held
+
+
+@pytest.mark.usefixtures("_by_kernels")
+def test_adapted_experts_by_the_kernels_are_those_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = Base()
+    held = adapted(base, 0, 5)
+    z, ids, gates = tokens(11)
+    found, wanted = [], []
+    for out, kernels_run in ((found, True), (wanted, False)):
+        monkeypatch.setattr("driftline.kernels.grouped_linear.runs_triton", lambda *_, run=kernels_run: run)
+        leaves = [z.clone().requires_grad_(), gates.clone().requires_grad_()]
+        y = held._grouped(leaves[0], ids, leaves[1], 4.0, 25.0)
+        grads = torch.autograd.grad(y, [*leaves, *held.parameters()], rows(11, 64, 8))
+        out += [y.detach(), *grads]
+    assert len(found) == 9
+    for mine, right in zip(found, wanted, strict=True):
+        assert error(mine, right) < 0.04
+    assert error(found[0], base(z, ids, gates, 4.0, 25.0)) > 0.1
+
+
+@pytest.mark.usefixtures("_by_kernels")
+@torch.no_grad()
+def test_a_bank_s_rows_by_one_grouped_product_are_each_their_adapter_s() -> None:
+    """Ranks are padded; an expert's rows have two adapters; row 3 has none."""
+    base = Base()
+    held = [adapted(base, seed, rank) for seed, rank in ((1, 3), (2, 6))]
+    linears = [Update(rows(rank, 64, 7).div(8), rows(24, rank, 9).div(2), 3.0) for rank in (3, 6)]
+    model = torch.nn.Module()
+    model.experts, model.q_proj = PackedExperts.__new__(PackedExperts), Linear(64, 24).bfloat16()
+    torch.nn.Module.__init__(model.experts)
+    for name in ("w1", "w3", "w2"):
+        weight = getattr(base, name)
+        model.experts.register_buffer(f"{name}_packed", weight.packed)
+        model.experts.register_buffer(f"{name}_scale", weight.scale)
+    plain = model.q_proj
+    bank = AdapterBank(model, slots=2, rank=8, targets="all-linear")
+    for slot in range(2):
+        bank.put(slot, Adapter({"q_proj": linears[slot], **{f"experts.{name}": update for name, update in held[slot].updates.items()}}))
+    z, ids, gates = tokens(8)
+    index = [0, 1, 1, -1, 0, 0, 1, 0]
+    with bank.rows(index):
+        found, projected = model.experts(z, ids, gates, 4.0, 25.0), model.q_proj(z)
+    for row, slot in enumerate(index):
+        one = slice(row, row + 1)
+        alone = base(z[one], ids[one], gates[one], 4.0, 25.0) if slot < 0 else held[slot]._grouped(z[one], ids[one], gates[one], 4.0, 25.0)
+        assert error(found[one], alone) < (0.02 if slot < 0 else 1e-6), row
+        want = plain(z[one])
+        if slot >= 0:
+            want = want + (z[one] @ linears[slot].a.T @ linears[slot].b.T) * linears[slot].scale
+        assert error(projected[one], want) < 0.03, row

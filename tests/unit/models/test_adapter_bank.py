@@ -16,6 +16,7 @@ from driftline.kernels.mode import Numerics, using
 from driftline.messages.errors import ConfigError, IntegrityError
 from driftline.models.causal_lm import CausalLM
 from driftline.models.checkpoint import load_checkpoint
+from driftline.models.linear import Linear
 from driftline.models.lora import Adapter, AdapterBank, Scaling, Update, put_adapter
 from driftline.models.model import K3ForCausalLM
 from driftline.models.packed import Packed
@@ -219,3 +220,21 @@ def test_an_adapter_of_another_base_or_too_large_is_refused_and_changes_nothing(
 def test_a_bank_that_could_hold_nothing_is_refused(settings: dict[str, object]) -> None:
     with pytest.raises(ConfigError):
         AdapterBank(random_model(), **settings)  # type: ignore[arg-type]
+
+
+@torch.no_grad()
+def test_a_model_cast_with_its_bank_keeps_ranks_and_factors() -> None:
+    """The factor of alpha 1 and rank 3 is no bfloat16."""
+    model, plain = torch.nn.Module(), Linear(32, 16)
+    model.q_proj = plain
+    bank = AdapterBank(model, slots=2, rank=5, targets="all-linear")
+    update = Update(torch.randn(3, 32), torch.randn(16, 3), 1.0)
+    bank.put(1, Adapter({"q_proj": update}))
+    model.to(torch.bfloat16)
+    x = torch.randn(2, 32).bfloat16()
+    with bank.rows([1, -1]):
+        found = model.q_proj(x)
+    term = torch.nn.functional.linear(torch.nn.functional.linear(x, update.a.bfloat16()), update.b.bfloat16())
+    base = torch.nn.functional.linear(x, plain.weight)
+    assert torch.equal(found[0], base[0] + term[0] * (1 / 3))
+    assert torch.equal(found[1], base[1])
