@@ -10,47 +10,63 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from driftline.models.cache import Cache
 
-__all__ = ["Packed", "moved"]
+__all__ = ["Packed", "Way", "moved"]
 
 T = TypeVar("T")
 
 
-def moved(x: torch.Tensor, source: torch.Tensor, target: torch.Tensor, fill: float = 0.0) -> torch.Tensor:
+class Way(NamedTuple):
+    """Where rows come from: row i of a result is row at[i], int64 [m], of what is given, or a filling where absent[i] (None: nowhere)."""
+
+    at: torch.Tensor
+    absent: torch.Tensor | None
+
+    @classmethod
+    def of(cls, source: torch.Tensor) -> Way:
+        """source int64 [m], -1 for a filling."""
+        return cls(source.clamp(min=0), source < 0)
+
+
+def moved(x: torch.Tensor, source: torch.Tensor | Way, target: torch.Tensor | Way, fill: float = 0.0) -> torch.Tensor:
     """Rows of x [n, ...] at other places: row i of the result [m, ...] is x[source[i]], or `fill` where source [m] is -1.
 
     Each row goes to one place at most, target [n], -1 for none, so the gradient is a move back: no sums, nothing that depends on an order. Differentiable in x.
+    A `Way` is made once for many moves.
     """
-    out: torch.Tensor = _Moved.apply(x, source, target, fill)  # type: ignore[no-untyped-call]
+    there, back = (way if isinstance(way, Way) else Way.of(way) for way in (source, target))
+    out: torch.Tensor = _Moved.apply(x, *there, *back, fill)  # type: ignore[no-untyped-call]
     return out
 
 
-def _taken(x: torch.Tensor, source: torch.Tensor, fill: float) -> torch.Tensor:
+def _taken(x: torch.Tensor, index: torch.Tensor, absent: torch.Tensor | None, fill: float) -> torch.Tensor:
     if not x.shape[0]:
-        return x.new_full((source.shape[0], *x.shape[1:]), fill)
-    absent = (source < 0).view(-1, *[1] * (x.dim() - 1))
-    return x.index_select(0, source.clamp(min=0)).masked_fill_(absent, fill)
+        return x.new_full((index.shape[0], *x.shape[1:]), fill)
+    rows = x.index_select(0, index)
+    return rows if absent is None else rows.masked_fill_(absent.view(-1, *[1] * (x.dim() - 1)), fill)
 
 
 class _Moved(torch.autograd.Function):
     """Keeps the way back."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, source: torch.Tensor, target: torch.Tensor, fill: float) -> torch.Tensor:
-        ctx.save_for_backward(target)
-        return _taken(x, source, fill)
+    def forward(
+        ctx: Any, x: torch.Tensor, index: torch.Tensor, absent: torch.Tensor | None, back: torch.Tensor, gone: torch.Tensor | None, fill: float
+    ) -> torch.Tensor:
+        ctx.save_for_backward(back, gone)
+        return _taken(x, index, absent, fill)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (target,) = ctx.saved_tensors
-        return _taken(gradient, target, 0.0), None, None, None
+        back, gone = ctx.saved_tensors
+        return _taken(gradient, back, gone, 0.0), None, None, None, None, None
 
 
 @dataclass(frozen=True)
@@ -107,15 +123,17 @@ class Packed:
         return torch.arange(self.longest, device=self.bounds.device) < self.lengths_s[:, None]
 
     @cached_property
-    def place(self) -> torch.Tensor:
-        """int64 [N]: each token's place in the right-padded form, flattened."""
-        return self.sequence * self.longest + self.offset
+    def _to_padded(self) -> Way:
+        """Of the tokens, from the right-padded form flattened, [S * longest]."""
+        at = torch.arange(self.longest, device=self.bounds.device) + self.bounds[:-1, None]
+        if min(self.lengths) == self.longest:
+            return Way(at.flatten(), None)
+        return Way.of(at.masked_fill(~self.real, -1).flatten())
 
     @cached_property
-    def token(self) -> torch.Tensor:
-        """int64 [S * longest]: the token at each place of the right-padded form, -1 at padding."""
-        at = torch.arange(self.longest, device=self.bounds.device) + self.bounds[:-1, None]
-        return at.masked_fill(~self.real, -1).flatten()
+    def _to_packed(self) -> Way:
+        """Of the places of the right-padded form, from the tokens, [N]."""
+        return Way(self.sequence * self.longest + self.offset, None)
 
     def remembered(self, key: Hashable, make: Callable[[], T]) -> T:
         """`make()`, made once: index tensors that every layer needs."""
@@ -130,11 +148,11 @@ class Packed:
 
     def padded(self, x: torch.Tensor, fill: float = 0.0) -> torch.Tensor:
         """x [N, ...] as [S, longest, ...], right-padded with `fill`. Differentiable in x."""
-        return moved(x, self.token, self.place, fill).view(self.count, self.longest, *x.shape[1:])
+        return moved(x, self._to_padded, self._to_packed, fill).view(self.count, self.longest, *x.shape[1:])
 
     def unpadded(self, x: torch.Tensor) -> torch.Tensor:
         """x [S, longest, ...] as [N, ...]: what `padded` was given. Differentiable in x."""
-        return moved(x.reshape(self.count * self.longest, *x.shape[2:]), self.place, self.token)
+        return moved(x.reshape(self.count * self.longest, *x.shape[2:]), self._to_packed, self._to_padded)
 
     def checked(self, tokens: torch.Tensor, lengths: torch.Tensor | None, cache: Cache | None) -> None:
         """Raise ValueError unless a forward's other arguments go with this pack."""

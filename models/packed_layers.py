@@ -16,25 +16,25 @@ from driftline.kernels.mla_prefill import mla_prefill
 from driftline.kernels.mode import deterministic
 from driftline.kernels.short_conv import short_conv
 from driftline.models.latent_attention import Columns, Heads, attend
-from driftline.models.packed import Packed, moved
+from driftline.models.packed import Packed, Way, moved
 
 __all__ = ["PackedColumns", "attend_by_bounds", "attend_packed", "convolve_packed"]
 
 
 @dataclass(frozen=True)
 class _Moves:
-    """Between the sequences with what they carry and one row in which each follows it; int64 maps as `moved` takes them.
+    """Between the sequences with what they carry and one row in which each follows it.
 
     source, target: from the carried rows [S c] and then the tokens [N], and back. token, token_of: from the row to the tokens. last, last_of: from the row to each
     sequence's last c places [S c].
     """
 
-    source: torch.Tensor
-    target: torch.Tensor
-    token: torch.Tensor
-    token_of: torch.Tensor
-    last: torch.Tensor
-    last_of: torch.Tensor
+    source: Way
+    target: Way
+    token: Way
+    token_of: Way
+    last: Way
+    last_of: Way
 
     @classmethod
     def of(cls, packed: Packed, carried: int) -> _Moves:
@@ -45,7 +45,8 @@ class _Moves:
         token = torch.arange(packed.tokens, device=device) + (packed.sequence + 1) * carried
         target = torch.cat([(begins[:-1, None] + span).flatten(), token])
         last = (begins[1:, None] - carried + span).flatten()
-        return cls(_inverse(target, total), target, token, _inverse(token, total), last, _inverse(last, total))
+        return cls(Way(_inverse(target, total), None), Way(target, None), Way(token, None), Way.of(_inverse(token, total)), Way(last, None),
+                   Way.of(_inverse(last, total)))
 
 
 def convolve_packed(x: torch.Tensor, weight: torch.Tensor, tail: torch.Tensor, packed: Packed) -> tuple[torch.Tensor, torch.Tensor]:
@@ -87,19 +88,19 @@ class PackedColumns:
         return torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
 
     @cached_property
-    def keys(self) -> torch.Tensor:
-        """int64 [K]: where each key lies in the cached columns [S * C], flattened, and the new ones [N] behind them."""
+    def keys(self) -> Way:
+        """Of the keys [K], from the cached columns [S * C], flattened, and the new ones [N] behind them."""
         count, columns = self.held.shape
         owner = torch.cat([torch.arange(count, device=self.held.device).repeat_interleave(columns), self.packed.sequence])
         new = torch.arange(owner.shape[0], device=owner.device) >= count * columns
         absent = torch.cat([~self.held.flatten(), torch.zeros_like(self.packed.sequence, dtype=torch.bool)])
         rank = (2 * owner + new).masked_fill(absent, 2 * count)
-        return rank.argsort(stable=True)[: int(self.key_bounds[-1])]  # the one wait for the device: how many there are
+        return Way(rank.argsort(stable=True)[: int(self.key_bounds[-1])], None)  # the one wait for the device: how many there are
 
     @cached_property
-    def key_of(self) -> torch.Tensor:
-        """int64 [S * C + N]: the inverse of `keys`."""
-        return _inverse(self.keys, self.held.numel() + self.packed.tokens)
+    def columns(self) -> Way:
+        """Back, [S * C + N]: an invalid column is no key."""
+        return Way.of(_inverse(self.keys.at, self.held.numel() + self.packed.tokens))
 
 
 def attend_packed(q: torch.Tensor, cached: torch.Tensor, new: torch.Tensor, heads: Heads, columns: PackedColumns) -> tuple[torch.Tensor, torch.Tensor]:
@@ -119,7 +120,7 @@ def attend_packed(q: torch.Tensor, cached: torch.Tensor, new: torch.Tensor, head
 
 def attend_by_bounds(q: torch.Tensor, cached: torch.Tensor, new: torch.Tensor, heads: Heads, columns: PackedColumns) -> torch.Tensor:
     """[N, H, value] as `attend_packed`, by the operator of packed sequences: keys and values of every head written out, none of them padding."""
-    keys = new if not cached.shape[1] else moved(torch.cat([cached.flatten(0, 1), new]), columns.keys, columns.key_of)
+    keys = new if not cached.shape[1] else moved(torch.cat([cached.flatten(0, 1), new]), columns.keys, columns.columns)
     kv = heads.expand(keys[:, : heads.rank]).view(keys.shape[0], q.shape[1], -1)
     bounds = columns.key_bounds if cached.shape[1] else None
     wide = torch.promote_types(q.dtype, torch.float32)

@@ -19,7 +19,7 @@ from driftline.messages.types import Trajectory
 from driftline.models.cache import Cache
 from driftline.models.causal_lm import CausalLM
 from driftline.models.mlp import route_shape
-from driftline.models.packed import Packed, moved
+from driftline.models.packed import Packed, Way, moved
 from driftline.models.routes import RouteShape
 from driftline.models.tokenizer import ByteTokenizer
 from driftline.services.learner.assembler import BatchGroup
@@ -117,7 +117,7 @@ def forward_groups(
     row = torch.from_numpy(actions.members).to(device)
     temperature = torch.tensor([t.temperature for t in members], device=device)
     targets = torch.from_numpy(actions.targets).to(device)
-    logp, entropy = model.logprobs(moved(hidden, at, back), targets, temperature[row])
+    logp, entropy = model.logprobs(moved(hidden, Way(at, None), back), targets, temperature[row])
     names = np.asarray(numbers if numbers is not None else range(first, first + len(members)), dtype=np.int64)
     behave = np.concatenate([t.logprobs[t.action_mask] for t in members])
     versions = np.concatenate([t.versions[t.action_mask] for t in members])
