@@ -6,34 +6,42 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from driftline.models.dense.config import DenseConfig
 from driftline.models.linear import Linear
 
-__all__ = ["Mlp", "silu"]
-
-
-class _Silu(torch.autograd.Function):
-    """`x / (1 + e^-x)` of steps that torch computes alike at every place of a CPU tensor; its own silu takes another exponential in the tail of an array."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        return x / (1 + torch.exp(-x))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
-        (x,) = ctx.saved_tensors
-        return torch.ops.aten.silu_backward(grads[0], x)  # type: ignore[no-any-return]
+__all__ = ["Mlp", "silu", "silu_glu"]
 
 
 def silu(x: torch.Tensor) -> torch.Tensor:
-    """`x sigmoid(x)` in at least fp32, rounded once to x's dtype; an element's bits do not depend on its place. Differentiable once."""
+    """`x sigmoid(x)` in at least fp32, rounded once to x's dtype; an element's bits do not depend on its place."""
     if x.device.type != "cpu":
         return nn.functional.silu(x)
+    # torch's own silu takes another exponential in the tail of a CPU array than in its vector loop; these steps are alike at every place.
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    out: torch.Tensor = _Silu.apply(wide)  # type: ignore[no-untyped-call]
-    return out.to(x.dtype)
+    return (wide / (1 + torch.exp(-wide))).to(x.dtype)
+
+
+class _SiluGlu(torch.autograd.Function):
+    """Keeps its two inputs for the backward pass and computes the rest again, which is cheaper than holding it."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(gate, up)
+        return silu(gate) * up
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        gate, up = ctx.saved_tensors
+        return torch.ops.aten.silu_backward(grad * up, gate), grad * silu(gate)
+
+
+def silu_glu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """`silu(gate) * up` of one shape and dtype, each of the two steps rounded to it. Differentiable once."""
+    out: torch.Tensor = _SiluGlu.apply(gate, up)  # type: ignore[no-untyped-call]
+    return out
 
 
 class Mlp(nn.Module):
@@ -46,5 +54,5 @@ class Mlp(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., D] -> [..., D]."""
-        out: torch.Tensor = self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
+        out: torch.Tensor = self.down_proj(silu_glu(self.gate_proj(x), self.up_proj(x)))
         return out

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from driftline.kernels.rope import rotate
 from driftline.models.cache import Cache, KeyValues
 from driftline.models.dense.decoder import DenseForCausalLM
-from driftline.models.dense.mlp import silu
+from driftline.models.dense.mlp import silu, silu_glu
 from driftline.models.dense.positions import Rope, RopeType
 from driftline.models.dense.rope import Tables
 from driftline.models.packed import Packed
@@ -239,8 +239,19 @@ def test_silu_of_an_element_has_the_same_bits_at_every_place(dtype: torch.dtype)
 
 def test_the_gradient_of_silu_is_finite_where_the_exponential_is_not() -> None:
     x = torch.tensor([-1000.0, -90.0, -1.0, 0.0, 3.0, 200.0], requires_grad=True)
-    silu(x).sum().backward()
+    silu_glu(x, torch.full((6,), 2.0)).sum().backward()
     assert x.grad is not None
     s = torch.sigmoid(x.detach())
-    torch.testing.assert_close(x.grad, s * (1 + x.detach() * (1 - s)), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(x.grad, 2 * s * (1 + x.detach() * (1 - s)), rtol=1e-5, atol=1e-6)
     assert math.isfinite(float(x.grad.sum()))
+
+
+def test_the_gated_product_keeps_its_inputs_alone_for_the_backward_pass() -> None:
+    """Three of four tensors as wide as the inner layer is what autograd would hold of it, the down projection's input among them."""
+    gate, up = (torch.randn(5, 7, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    held: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t):
+        out = silu_glu(gate, up)
+    assert sorted(t.data_ptr() for t in held) == sorted((gate.data_ptr(), up.data_ptr()))
+    assert torch.autograd.gradcheck(silu_glu, (gate, up))
+    torch.testing.assert_close(out, torch.nn.functional.silu(gate) * up, **CLOSE)
