@@ -8,7 +8,7 @@ from gqa_cases import Case, Widths, packed, padded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from driftline.kernels.gqa import Layout, attention, ordered
+from driftline.kernels.gqa import Layout, attention
 from driftline.kernels.mode import Numerics, using
 
 torch.set_num_threads(1)
@@ -120,20 +120,6 @@ def test_deterministic_packed_bits_are_those_of_padding_and_queries_in_pieces() 
         for a, b in ((0, 1), (1, 3), (3, 64), (64, 70)):
             piece = attention(case.q[:, 40 + a : 40 + b], keys[:, : 20 + b], values[:, : 20 + b])
             assert torch.equal(piece[0], whole[40 + a : 40 + b])
-
-
-def test_the_exponential_is_that_of_fp64_to_its_last_bits() -> None:
-    x = -torch.rand(20_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 60
-    assert ((ordered.exponential(x) - x.exp()) / x.exp()).abs().max() < 4e-16
-    assert ordered.exponential(torch.tensor([0.0, -0.0, -701.0, -torch.inf])).tolist() == [1.0, 1.0, 0.0, 0.0]
-    single = x.float()
-    assert torch.equal(ordered.exponential(single), ordered.exponential(single.double()).float())
-
-
-@pytest.mark.parametrize("width", [1, 2, 3, 48, 64, 65])
-def test_sums_by_halves_are_sums(width: int) -> None:
-    x = torch.randint(-99, 99, (width, 5), generator=torch.Generator().manual_seed(0)).double()
-    assert torch.equal(ordered.halves(x.clone()), x.sum(0))
 
 
 def test_what_kernels_read_by_address_lies_in_order() -> None:
