@@ -14,6 +14,7 @@ import argparse
 import datetime
 import gc
 import json
+import os
 import subprocess
 import sys
 import time
@@ -280,17 +281,20 @@ def main() -> None:
         if cpu and not dense and given.routed != "none":
             rows += widths(f"K3 {given.routed}", lambda dtype: built(given.routed, "cpu", dtype, dense=False), scale)
         print(f"{name}: {time.perf_counter() - began:.0f} s", flush=True)
-    set_numerics(Numerics.FAST)
-    if not given.label:
-        return
+        if given.label:
+            written(given, rows, dtype)
+
+
+def written(given: argparse.Namespace, rows: list[dict[str, Any]], dtype: torch.dtype) -> None:
+    """benchmarks/results/<label>/numerics.json of the rows so far, and a copy in the folder that OUT names, if it does."""
     commit = given.commit or subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False, cwd=ROOT).stdout.strip()
-    device = given.label if cpu else f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
+    device = given.label if given.device == "cpu" else f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
     command = "python " + " ".join(a for i, a in enumerate(sys.argv) if "--commit" not in (a, sys.argv[i - 1]))
     body = {"command": command, "commit": commit, "date": datetime.datetime.now(datetime.UTC).date().isoformat(), "device": device,
             "note": f"{str(dtype).removeprefix('torch.')}, {given.threads} threads", "rows": rows}
-    folder = ROOT / "benchmarks" / "results" / given.label
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "numerics.json").write_text(json.dumps(body, indent=1) + "\n")
+    for folder in (ROOT / "benchmarks" / "results" / given.label, *([Path(os.environ["OUT"])] if os.environ.get("OUT") else [])):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "numerics.json").write_text(json.dumps(body, indent=1) + "\n")
 
 
 if __name__ == "__main__":
