@@ -32,6 +32,9 @@ from driftline.models.lora import (
     put_adapter,
 )
 from driftline.models.lora.peft import CONFIG, WEIGHTS, read_peft, write_peft
+from driftline.models.state import export_state
+from driftline.policy_store.adapters import AdapterConfig, to_peft
+from driftline.services.tensors import to_host
 
 TOKENS = torch.randint(0, 97, (2, 11), generator=torch.Generator().manual_seed(3))
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -231,6 +234,24 @@ def test_copies_of_the_base_s_head_are_refused_and_an_adapter_of_the_head_alone_
     model = ours("llama")
     put_adapter(model, read_peft(tmp_path))
     torch.testing.assert_close(our_logits(model), logits(peft), rtol=0, atol=1e-5)
+
+
+def test_a_policy_s_export_and_a_model_s_are_the_same_tensors(tmp_path: Path) -> None:
+    """The store knows PEFT's names without torch: both must name, split and lay out alike."""
+    model = random_model(dtype=torch.float32)
+    drawn_adapter(model, 4, alpha=7.0)
+    write_peft(adapter_of(model), tmp_path)
+    written = load_file(tmp_path / WEIGHTS)
+    exported = export_state(model, torch.float32)
+    layouts = {name: tensor.layout for name, tensor in to_host(exported).items()}
+    named = to_peft(layouts)
+    assert named.keys() == written.keys()
+    for name, (layout, source) in named.items():
+        tensor = exported[source.name] if source.expert is None else exported[source.name][source.expert]
+        assert tuple(layout.shape) == tuple(written[name].shape)
+        assert torch.equal(tensor, written[name])
+    theirs, ours_ = json.loads(AdapterConfig.of(layouts, 7.0).document([])), json.loads((tmp_path / CONFIG).read_text())
+    assert {key: ours_[key] for key in theirs} == theirs
 
 
 def plain_adapter(directory: Path, **changes: Any) -> Path:
