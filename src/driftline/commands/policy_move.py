@@ -171,7 +171,7 @@ async def _write_lora(run: OpenRun, manifest: Manifest, folder: Path, lora: Lora
     plain = {name: layout for name, layout in layouts.items() if not is_adapter(name)}
     if missing := sorted(module for module in updates if f"{module}.weight" not in plain):
         raise ConfigError(f"the versions hold no weights to merge {len(missing)} adapters into", field="--merge", value=missing[0],
-                          remedy="export the adapters, and merge them with PEFT's merge_and_unload()")
+                          remedy="export the adapters, and merge them into a checkpoint: driftline model merge DIR ADAPTER OUT")
 
     def tensor(name: str) -> HostTensor:
         pair = updates.get(name.removesuffix(".weight"))
