@@ -32,13 +32,13 @@ def _forward(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layout: 
         rows, columns = slice(begin, begin + several * steps), slice(at, at + several * count)
         if steps == 0 or count == 0:
             continue
-        held = []
-        for t in (keys, values):
-            mine = t.flatten(0, 1)[columns if layout.rows is None else layout.rows[columns].long()]
-            held.append(mine.view(several, count, key_heads, -1).transpose(1, 2).reshape(several * key_heads, count, -1))
+        chosen = columns if layout.rows is None else layout.rows[columns].long()
+        key, held = (
+            t.flatten(0, 1)[chosen].view(several, count, key_heads, -1).transpose(1, 2).reshape(several * key_heads, count, -1) for t in (keys, values)
+        )
         mine = query[rows].view(several, steps, key_heads, group, -1).transpose(1, 2).reshape(several * key_heads, steps * group, -1)
         seen = layout.seen[rows].view(several, 1, steps, 1).expand(-1, key_heads, -1, group).reshape(several * key_heads, steps * group)
-        found = attention_batch(mine, *held, seen.long(), scale)
+        found = attention_batch(mine, key, held, seen.long(), scale)
         out[rows] = found.view(several, key_heads, steps, group, value).transpose(1, 2).reshape(several * steps, heads, value)
     return out.to(out_dtype).view(*q.shape[:3], value)
 
