@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 
 from driftline.messages.errors import ConfigError, IntegrityError
 from driftline.models.lora.adapter import Adapter, Scaling, Update
-from driftline.models.lora.names import EXPERT, apart
+from driftline.models.lora.names import EXPERT, apart, text_model_s
 
 __all__ = ["CONFIG", "WEIGHTS", "read_peft", "write_peft"]
 
@@ -47,7 +47,7 @@ _HARMLESS = ("exclude_modules", "megatron_config")
 
 
 def read_peft(directory: str | Path) -> Adapter:
-    """The adapter in a directory, on the CPU in the files' dtypes. Raises ConfigError for a missing or foreign file, IntegrityError for tensors that do not fit."""
+    """The adapter in a directory, on the CPU in the files' dtypes; what is of a multimodal model's text model under the names of that alone. Raises ConfigError for a missing or foreign file, IntegrityError for tensors that do not fit."""
     place = Path(directory)
     document = _document(place / CONFIG)
     try:
@@ -72,7 +72,7 @@ def read_peft(directory: str | Path) -> Adapter:
     for module, sides in sorted(halves.items()):
         if sides.keys() != {"A", "B"}:
             raise IntegrityError(f"only lora_{min(sides)} is there", field=str(place / WEIGHTS), value=module, remedy="an update is A and B")
-        updates[module] = Update(sides["A"], sides["B"], _matched(patterns, module, alpha), scaling)
+        updates[text_model_s(module)] = Update(sides["A"], sides["B"], _matched(patterns, module, alpha), scaling)
     if not updates:
         raise IntegrityError("holds no tensor", field="adapter", value=str(place / WEIGHTS), remedy="an adapter has an update for at least one module")
     base = document.get("base_model_name_or_path")

@@ -254,6 +254,16 @@ def test_a_policy_s_export_and_a_model_s_are_the_same_tensors(tmp_path: Path) ->
     assert {key: ours_[key] for key in theirs} == theirs
 
 
+@pytest.mark.parametrize(("theirs_", "name"), [
+    ("language_model.model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.q_proj"), ("language_model.lm_head", "lm_head"),
+    ("model.language_model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.q_proj"), ("model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.q_proj"),
+    ("vision_tower.language_model.q_proj", "vision_tower.language_model.q_proj"),
+])
+def test_an_adapter_of_a_multimodal_model_s_text_model_has_the_text_model_s_names(theirs_: str, name: str, tmp_path: Path) -> None:
+    write_peft(Adapter({theirs_: Update(torch.ones(2, 3), torch.ones(4, 2), 6.0)}), tmp_path)
+    assert set(read_peft(tmp_path).updates) == {name}
+
+
 def plain_adapter(directory: Path, **changes: Any) -> Path:
     write_peft(Adapter({"m.q": Update(torch.ones(2, 3), torch.ones(4, 2), 6.0)}), directory)
     document = json.loads((directory / CONFIG).read_text())
