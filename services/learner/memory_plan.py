@@ -1,8 +1,8 @@
 """What a learner's step needs of its device, part by part, before anything is allocated; and a refusal in words where it cannot fit.
 
-Weights, masters, moments and gradients are counted exactly, from the model's names and shapes. Activations are estimated for the kernels, which keep their inputs: of
-a layer twice the outputs of its projections and four rows of the hidden size a token, which is a little above what is kept; the backward pass then has one
-layer's again, and its gradients. What the allocator loses between tensors, and what a library takes for itself, is `MARGIN` of the device. On a CPU the references keep more, and nothing is refused.
+Weights, masters, moments and gradients are counted exactly, from the model's names and shapes. Activations are estimated for the kernels, which keep their inputs:
+what projections make and what attention and the products of gates leave, by the kind of layer; the backward pass then has one layer's again, and its
+gradients. What the allocator loses between tensors, and what a library takes for itself, is `MARGIN` of the device. On a CPU the references keep more, and nothing is refused.
 """
 
 from __future__ import annotations
@@ -171,17 +171,22 @@ class _Layer:
     @classmethod
     def of(cls, layer: nn.Module, size: int, inner: int) -> _Layer:
         attention = layer.get_submodule("self_attn")
-        outputs = sum(m.weight.shape[0] for m in layer.modules() if isinstance(m, nn.Linear) and m.weight.shape[0] > 1)
-        inputs = max(m.weight.shape[1] for m in layer.modules() if isinstance(m, nn.Linear) and m.weight.shape[0] > 1)
+        linears = {name: m for name, m in layer.named_modules() if isinstance(m, nn.Linear) and m.weight.shape[0] > 1}
+        outputs = sum(m.weight.shape[0] for m in linears.values())
+        # Products and attention's results are kept as the inputs of what follows them; the other inputs are rows of the stream, or its norms.
+        inputs = sum(m.weight.shape[1] for name, m in linears.items() if name.endswith(("o_proj", "down_proj")))
+        hidden = min(m.weight.shape[1] for name, m in linears.items() if name.endswith(("q_proj", "q_a_proj")))
         moe = next((m for m in layer.modules() if isinstance(m, LatentMoe)), None)
         routed = None
         if moe is not None:
             routed = (moe.top_k, moe.routed_expert_down_proj.weight.shape[0], inner)
-        token = size * (2 * outputs + 4 * min(inputs, outputs)) + (12 * moe.top_k if moe is not None else 0)
-        if isinstance(attention, KdaAttention):
-            return cls(token, 4 * attention.heads * attention.dim**2, 0, routed)
-        pair = _rows(attention, "kv_a_proj_with_mqa") if isinstance(attention, MlaAttention) else _rows(attention, "k_proj") + _rows(attention, "v_proj")
-        return cls(token, 0, size * pair, routed)
+        token = size * (outputs + inputs + 6 * hidden) + (12 * moe.top_k if moe is not None else 0)
+        if isinstance(attention, KdaAttention):  # and what the convolution made of q, k and v, and the result before its norm
+            return cls(token + size * 4 * attention.heads * attention.dim, 4 * attention.heads * attention.dim**2, 0, routed)
+        if isinstance(attention, MlaAttention):  # and the result in float32, rounded, and its gate
+            return cls(token + size * 4 * attention.heads * attention.v_dim, 0, size * _rows(attention, "kv_a_proj_with_mqa"), routed)
+        keys = _rows(attention, "k_proj")  # and queries and keys before they were turned
+        return cls(token + size * (_rows(attention, "q_proj") + keys), 0, size * (keys + _rows(attention, "v_proj")), routed)
 
     def stream(self, hidden: int) -> int:
         """Kept of a token when the layer is run again: prefix and last output, and the experts it chose."""

@@ -376,3 +376,12 @@ def test_replayed_routes_of_a_common_beginning_are_shared_where_they_agree(monke
     assert len(fed) == 2
     assert (shared.logp - other.logp)[shared.sequence < 8].abs().max() < 1e-10
     assert (shared.logp - other.logp)[shared.sequence >= 8].abs().max() > 1e-9
+
+
+@pytest.mark.parametrize("model", [small_model, small_dense])
+def test_a_deterministic_step_run_again_has_the_same_gradient_and_one_near_the_fast_one(model: Callable[[], CausalLM]) -> None:
+    batch = batch_of(model())
+    with using(Numerics.DETERMINISTIC):
+        kept, again = (trained({"micro_batch_tokens": 64, "recompute": how}, model=model, batch=batch)[1] for how in ("none", "layers"))
+    assert torch.equal(kept, again)
+    assert near(kept, trained({"micro_batch_tokens": 64}, model=model, batch=batch)[1], 1e-4)
