@@ -47,7 +47,10 @@ _HARMLESS = ("exclude_modules", "megatron_config")
 
 
 def read_peft(directory: str | Path) -> Adapter:
-    """The adapter in a directory, on the CPU in the files' dtypes; what is of a multimodal model's text model under the names of that alone. Raises ConfigError for a missing or foreign file, IntegrityError for tensors that do not fit."""
+    """The adapter in a directory, on the CPU in the files' dtypes; what is of a multimodal model's text model under the names of that alone.
+
+    Raises ConfigError for a missing or foreign file, IntegrityError for tensors that do not fit.
+    """
     place = Path(directory)
     document = _document(place / CONFIG)
     try:
