@@ -15,6 +15,7 @@ from driftline.models.cache import Cache
 from driftline.models.causal_lm import CausalLM, ModelOutput
 from driftline.models.dense.config import DenseConfig
 from driftline.models.dense.decoder import DenseForCausalLM
+from driftline.models.lora import add_lora
 from driftline.models.packed import Packed
 
 torch.set_num_threads(1)
@@ -35,6 +36,18 @@ def dense() -> CausalLM:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.add_((0.3 if "norm" in name or "bias" in name else 0.15) * torch.randn_like(parameter))
+    return model
+
+
+def adapted() -> CausalLM:
+    """K3 with an update beside every linear and expert, of a rank that no block divides."""
+    model = random_model(small())
+    torch.manual_seed(7)
+    add_lora(model, rank=3, alpha=4.0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("lora_B"):
+                parameter.normal_(std=0.2)
     return model
 
 
@@ -87,7 +100,7 @@ class Feed:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("make", [k3, dense])
+@pytest.mark.parametrize("make", [k3, dense, adapted])
 @pytest.mark.parametrize("seed", range(6))
 def test_in_fp64_any_schedule_is_the_whole_sequence(make: Callable[[], CausalLM], seed: int) -> None:
     feed = Feed(make(), seed)
@@ -97,7 +110,7 @@ def test_in_fp64_any_schedule_is_the_whole_sequence(make: Callable[[], CausalLM]
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("make", [k3, dense])
+@pytest.mark.parametrize("make", [k3, dense, adapted])
 @pytest.mark.parametrize("seed", range(6, 9))
 def test_in_deterministic_mode_any_schedule_is_the_whole_sequence_to_the_bit(make: Callable[[], CausalLM], seed: int) -> None:
     model = make().float()
@@ -109,7 +122,7 @@ def test_in_deterministic_mode_any_schedule_is_the_whole_sequence_to_the_bit(mak
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("make", [k3, dense])
+@pytest.mark.parametrize("make", [k3, dense, adapted])
 def test_in_fast_mode_bits_do_depend_on_the_schedule(make: Callable[[], CausalLM]) -> None:
     """So that the test above could fail."""
     model, same = make().float(), True
