@@ -46,8 +46,8 @@ def by_groups(groups: Sequence[BatchGroup], count: int) -> list[MicroBatch]:
 def by_tokens(groups: Sequence[BatchGroup], budget: int) -> list[MicroBatch]:
     """Micro-batches of at most `budget` forwarded tokens each, or of one member.
 
-    Largest first into the first that has room, which leaves few tokens of room; within a micro-batch groups and members are in the batch's order. Raises
-    ConfigError for a budget that is none.
+    Largest first into the first that has room, which leaves few tokens of room; within a micro-batch groups and members are in the batch's order. Prompts are told
+    apart by their tokens: those that router replay must forward apart for their routes come on top. Raises ConfigError for a budget that is none.
     """
     if budget < 1:
         raise ConfigError("holds no token", field="learner.micro_batch_tokens", value=budget, remedy="give a positive number, or 0 to cut by groups")
