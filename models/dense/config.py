@@ -158,7 +158,7 @@ class DenseConfig(BaseModel):
 
 def _refuse_others(raw: Mapping[str, Any], body: Mapping[str, Any], family: _Family, at: str) -> None:
     """Raise ConfigError for a field that asks for another function than this decoder computes; ignored, it would load without a word and be wrong."""
-    for name, only in (("hidden_act", "silu"), ("partial_rotary_factor", 1.0), ("attention_dropout", 0.0)):
+    for name, only in (("hidden_act", "silu"), ("partial_rotary_factor", 1.0), ("attention_dropout", 0.0), ("rope_interleaved", False), ("use_mrope", False)):
         if body.get(name) not in (None, only):
             raise ConfigError(f"this decoder computes {name} = {only!r} only", field=f"{at}: {name}", value=body[name], remedy=_OURS)
     for where in (raw, body):

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from driftline.messages.errors import ConfigError
-from driftline.models.architectures import configuration
+from driftline.models.architectures import configuration, skeleton
 from driftline.models.config import K3Config
 from driftline.models.dense.config import Architecture, DenseConfig
 from driftline.models.dense.decoder import DenseForCausalLM
@@ -96,6 +96,8 @@ def test_a_stretch_whose_original_context_is_left_out_takes_the_models() -> None
 
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"hidden_act": "gelu"}, "hidden_act", "silu"),
+    ({"rope_interleaved": True}, "rope_interleaved", "False"),
+    ({"use_mrope": True}, "use_mrope", "False"),
     ({"attention_dropout": 0.1}, "attention_dropout", "0.0"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor", "1.0"),
     ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config", "before it was quantised"),
@@ -173,6 +175,60 @@ def test_a_file_that_is_no_object_is_refused_by_its_name(text: str, tmp_path: Pa
             read(tmp_path)
     with pytest.raises(ConfigError, match=r"no config\.json here"):
         DenseConfig.load(tmp_path / "none")
+
+
+PUBLISHED = [
+    pytest.param(6_738_415_616, {
+        "model_type": "llama", "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 11008, "max_position_embeddings": 4096,
+        "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32, "pretraining_tp": 1, "rms_norm_eps": 1e-05,
+        "rope_scaling": None, "tie_word_embeddings": False, "vocab_size": 32000,
+    }, id="Llama-2-7b"),
+    pytest.param(1_235_814_400, {
+        "model_type": "llama", "attention_bias": False, "attention_dropout": 0.0, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2048,
+        "intermediate_size": 8192, "max_position_embeddings": 131072, "mlp_bias": False, "num_attention_heads": 32, "num_hidden_layers": 16,
+        "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_scaling": {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192, "rope_type": "llama3"}, "rope_theta": 500000.0, "tie_word_embeddings": True, "vocab_size": 128256,
+    }, id="Llama-3.2-1B"),
+    pytest.param(494_032_768, {
+        "model_type": "qwen2", "hidden_act": "silu", "hidden_size": 896, "intermediate_size": 4864, "max_position_embeddings": 32768,
+        "max_window_layers": 24, "num_attention_heads": 14, "num_hidden_layers": 24, "num_key_value_heads": 2, "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0, "sliding_window": 32768, "tie_word_embeddings": True, "use_mrope": False, "use_sliding_window": False,
+        "vocab_size": 151936,
+    }, id="Qwen2.5-0.5B"),
+    pytest.param(596_049_920, {
+        "model_type": "qwen3", "attention_bias": False, "head_dim": 128, "hidden_act": "silu", "hidden_size": 1024, "intermediate_size": 3072,
+        "max_position_embeddings": 40960, "max_window_layers": 28, "num_attention_heads": 16, "num_hidden_layers": 28, "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": True,
+        "use_sliding_window": False, "vocab_size": 151936,
+    }, id="Qwen3-0.6B"),
+    pytest.param(7_248_023_552, {
+        "model_type": "mistral", "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 32768,
+        "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0,
+        "sliding_window": None, "tie_word_embeddings": False, "vocab_size": 32768,
+    }, id="Mistral-7B-v0.3"),
+    pytest.param(1_100_048_384, {
+        "model_type": "llama", "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 5632, "max_position_embeddings": 2048,
+        "num_attention_heads": 32, "num_hidden_layers": 22, "num_key_value_heads": 4, "rms_norm_eps": 1e-05, "tie_word_embeddings": False,
+        "vocab_size": 32000,
+    }, id="TinyLlama-1.1B"),
+    pytest.param(134_515_008, {
+        "model_type": "llama", "hidden_act": "silu", "hidden_size": 576, "intermediate_size": 1536, "max_position_embeddings": 8192,
+        "num_attention_heads": 9, "num_hidden_layers": 30, "num_key_value_heads": 3, "rms_norm_eps": 1e-05, "rope_interleaved": False,
+        "rope_theta": 100000, "tie_word_embeddings": True, "vocab_size": 49152,
+    }, id="SmolLM2-135M"),
+    pytest.param(3_075_098_624, {
+        "model_type": "smollm3", "attention_bias": False, "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 11008,
+        "max_position_embeddings": 65536, "mlp_bias": False, "no_rope_layer_interval": 4, "num_attention_heads": 16, "num_hidden_layers": 36,
+        "num_key_value_heads": 4, "rms_norm_eps": 1e-06, "rope_theta": 5000000.0, "use_sliding_window": False, "sliding_window": None,
+        "vocab_size": 128256,
+    }, id="SmolLM3-3B"),
+]
+"""Fields of published config.json files that decide shapes or could be refused, and the parameters that their pages count."""
+
+
+@pytest.mark.parametrize(("parameters", "body"), PUBLISHED)
+def test_published_files_are_models_of_the_published_size(parameters: int, body: dict[str, Any]) -> None:
+    assert sum(p.numel() for p in skeleton(DenseConfig.of(body, "config.json"), Quantisation.NONE).parameters()) == parameters
 
 
 def test_yarn_of_a_published_file_is_what_its_authors_state() -> None:
