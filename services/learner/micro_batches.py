@@ -68,9 +68,23 @@ def by_tokens(groups: Sequence[BatchGroup], budget: int) -> list[MicroBatch]:
 def token_count(members: Sequence[int], group: BatchGroup) -> int:
     """Tokens that a forward of these members feeds: each distinct prompt once without its last token, which starts every completion, and each completion without
     its last."""
-    chosen = [group.members[i].trajectory for i in members]
-    prompts = {t.tokens[: t.prompt_tokens - 1].tobytes(): t.prompt_tokens - 1 for t in chosen}
-    return sum(prompts.values()) + sum(len(t.tokens) - t.prompt_tokens for t in chosen)
+    fed = _Fed(group)
+    return sum(fed.more(i) for i in members)
+
+
+class _Fed:
+    """How many tokens each further member of a group adds to those that were asked for before it."""
+
+    def __init__(self, group: BatchGroup) -> None:
+        self._trajectories = [m.trajectory for m in group.members]
+        self._prompts: set[bytes] = set()
+
+    def more(self, member: int) -> int:
+        t = self._trajectories[member]
+        prompt = t.tokens[: t.prompt_tokens - 1].tobytes()
+        new = 0 if prompt in self._prompts else t.prompt_tokens - 1
+        self._prompts.add(prompt)
+        return new + len(t.tokens) - t.prompt_tokens
 
 
 def _cut(group: BatchGroup, budget: int) -> list[tuple[int, tuple[int, ...]]]:
@@ -80,15 +94,17 @@ def _cut(group: BatchGroup, budget: int) -> list[tuple[int, tuple[int, ...]]]:
     if whole <= budget:
         return [(whole, everyone)]
     out: list[tuple[int, tuple[int, ...]]] = []
-    part: tuple[int, ...] = ()
-    size = 0
+    part: list[int] = []
+    fed, size = _Fed(group), 0
     for member in everyone:
-        more = token_count((*part, member), group)
-        if part and more > budget:
-            out.append((size, part))
-            part, more = (), token_count((member,), group)
-        part, size = (*part, member), more
-    return [*out, (size, part)]
+        more = fed.more(member)
+        if part and size + more > budget:
+            out.append((size, tuple(part)))
+            part, fed, size = [], _Fed(group), 0
+            more = fed.more(member)
+        part.append(member)
+        size += more
+    return [*out, (size, tuple(part))]
 
 
 def _closed(made: _Open, groups: Sequence[BatchGroup], firsts: Sequence[int]) -> MicroBatch:
