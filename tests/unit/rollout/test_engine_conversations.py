@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import pytest
 import torch
-from engine_cases import completion, finish_all, group, policy
+from engine_cases import completion, finish_all, group, policy, recomputed
 
 from driftline.messages.errors import ConfigError, DriftlineError, IntegrityError
 from driftline.messages.types import Finish, Group
@@ -76,6 +77,22 @@ def test_a_completion_ends_at_any_of_the_ends() -> None:
         assert trajectory.finish is (Finish.STOP if second in want else Finish.LENGTH)
         stopped += second in want
     assert 0 < stopped < 16
+
+
+def test_the_end_is_trained_on_where_padding_is_the_same_id() -> None:
+    """SmolLM2 pads with its end: a mask by value would drop the one token that says where to stop."""
+    tokenizer = Chatty()
+    tokenizer.pad = 257  # type: ignore[misc]
+    engine = Engine(policy(), version=0, tokenizer=tokenizer)
+    for i in range(3):
+        engine.submit(group(i, members=4))
+    done = finish_all(engine)
+    stopped = [t for t in done.values() if t.finish is Finish.STOP]
+    assert 0 < len(stopped)
+    for trajectory in done.values():
+        assert trajectory.action_mask[trajectory.prompt_tokens :].all()
+        np.testing.assert_allclose(recomputed(policy(), trajectory), trajectory.logprobs[trajectory.action_mask], atol=1e-4)
+    assert all(t.tokens[-1] == 257 and t.logprobs[-1] < 0 for t in stopped)
 
 
 def test_examples_count_against_the_models_room() -> None:
