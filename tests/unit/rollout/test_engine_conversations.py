@@ -88,7 +88,7 @@ def test_the_end_is_trained_on_where_padding_is_the_same_id() -> None:
         engine.submit(group(i, members=4))
     done = finish_all(engine)
     stopped = [t for t in done.values() if t.finish is Finish.STOP]
-    assert 0 < len(stopped)
+    assert len(stopped) > 0
     for trajectory in done.values():
         assert trajectory.action_mask[trajectory.prompt_tokens :].all()
         np.testing.assert_allclose(recomputed(policy(), trajectory), trajectory.logprobs[trajectory.action_mask], atol=1e-4)
