@@ -114,6 +114,22 @@ def test_a_row_s_bits_are_its_own() -> None:
     assert not torch.equal(product(slice(5, 6)), whole[5:6]), "the comparison can fail"
 
 
+def test_a_row_s_bits_are_its_own_beside_packed_matrices() -> None:
+    """With few rows an expert and with many the product takes two configurations."""
+    weight, ids = packed(INNER, LATENT), ids_of(TOKENS * 4)
+    x = noise(TOKENS * 4, LATENT, seed=4)
+
+    def product(which: slice) -> torch.Tensor:
+        rows = groups_of(ids[which], EXPERTS)
+        each = x[which, None].expand(-1, TOP, -1).reshape(-1, LATENT)
+        return grouped_linear(each[rows.pairs.long()], rows, weight)[rows.rows.long()].view(-1, TOP, INNER)
+
+    whole = product(slice(None))
+    for which in (slice(0, 1), slice(3, 20), slice(100, 700)):
+        assert torch.equal(product(which), whole[which])
+    assert relative(whole, whole.roll(1, 0)) > 0.5, "the comparison can fail"
+
+
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("packed") / "checkpoint"
