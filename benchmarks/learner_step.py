@@ -323,7 +323,7 @@ def main() -> None:
         "command": f"python benchmarks/learner_step.py --models {' '.join(given.models)}{' --quick' if given.quick else ''}{f' --limit {given.limit:g}' if given.limit < 3600 else ''}",
         "commit": given.commit or subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout.strip(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(), "device": given.device,
-        "note": f"{torch.cuda.get_device_name() if ON_GPU else 'CPU'}, torch {torch.__version__}, {os.cpu_count()} cores, {torch.get_num_threads()} threads",
+        "note": f"{torch.cuda.get_device_name() if ON_GPU else 'CPU'}, torch {torch.__version__}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f} at the start",
     }
     path = (Path(given.out) if given.out else Path(__file__).parent / "results" / given.device) / "learner_step.json"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -332,9 +332,10 @@ def main() -> None:
     for subject in subjects(given.quick):
         if subject.name in given.models:
             share = given.limit * (given.models.index(subject.name) + 1) / len(given.models)
-            rows += measured(subject, cases, 1 if given.quick else 3, started + share)
+            made = measured(subject, cases, 1 if given.quick else 3, started + share)
+            rows += made
             path.write_text(json.dumps(result | {"rows": rows}, indent=1) + "\n")
-            for each in rows:
+            for each in made:
                 print(f"{each['case']:64} {each['ours']} {each['unit']}  {each['ratio'] or ''}  {each['note']}", flush=True)
     print(f"wrote {path}")
 
