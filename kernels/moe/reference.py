@@ -6,6 +6,7 @@ of its id list, so a recorded list replays to the same rounding.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -45,25 +46,29 @@ class _Unpacking(torch.autograd.Function):
     """`products` of packed weights: one expert is unpacked at a time, and again for the gradient, so that neither holds a stack unpacked."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, kind: type[Mxfp4Weight] | type[Fp8Weight], *parts: torch.Tensor) -> torch.Tensor:
-        ctx.kind = kind
+    def forward(
+        ctx: Any, rows: torch.Tensor, used: Sequence[int] | None, kind: type[Mxfp4Weight] | type[Fp8Weight], *parts: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.kind, ctx.used = kind, used
         ctx.save_for_backward(*parts)
-        return _each(rows, kind(*parts), transposed=True)
+        return _each(rows, used, kind(*parts), transposed=True)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         parts = ctx.saved_tensors  # read once: a checkpoint gives them no second time
-        return _each(grad, ctx.kind(*parts), transposed=False), None, *(None for _ in parts)
+        return _each(grad, ctx.used, ctx.kind(*parts), transposed=False), None, None, *(None for _ in parts)
 
 
-def _each(rows: torch.Tensor, weight: Mxfp4Weight | Fp8Weight, *, transposed: bool) -> torch.Tensor:
-    """rows [E, T, ..] times each matrix or its transpose; rows of one expert [T, ..] by the plain product that an unpacked matrix would take."""
+def _each(rows: torch.Tensor, used: Sequence[int] | None, weight: Mxfp4Weight | Fp8Weight, *, transposed: bool) -> torch.Tensor:
+    """rows [E, T, ..] times each used matrix or its transpose, zeros for the others; rows of one expert [T, ..] by the plain product that an unpacked matrix
+    would take."""
     if rows.ndim == 2:
         matrix = dequantised(weight, rows.dtype)[0]
         return rows @ (matrix.t() if transposed else matrix)
-    out = rows.new_empty(*rows.shape[:2], weight.shape[1 if transposed else 2])
-    for e in range(rows.shape[0]):
+    shape = (*rows.shape[:2], weight.shape[1 if transposed else 2])
+    out = rows.new_empty(shape) if used is None else rows.new_zeros(shape)
+    for e in range(rows.shape[0]) if used is None else used:
         matrix = dequantised(_of(weight, e), rows.dtype)
         out[e : e + 1] = rows[e : e + 1] @ (matrix.mT if transposed else matrix)
     return out
@@ -74,12 +79,13 @@ def _of(weight: Mxfp4Weight | Fp8Weight, expert: int) -> Mxfp4Weight | Fp8Weight
     return type(weight)(*(part[expert : expert + 1] for part in weight))
 
 
-def products(rows: torch.Tensor, weight: ExpertWeight) -> torch.Tensor:
+def products(rows: torch.Tensor, weight: ExpertWeight, used: Sequence[int] | None = None) -> torch.Tensor:
     """rows [E, T, K] and E matrices [N, K] in any form to [E, T, N], each expert's rows times its matrix; or the rows [T, K] of a stack's only matrix to
-    [T, N]. Differentiable in rows, and in weights that are a tensor. Packed weights give the bits of unpacked ones, in forward and backward."""
+    [T, N]. Differentiable in rows, and in weights that are a tensor. Packed weights give the bits of unpacked ones, in forward and backward. `used`: the experts
+    whose result somebody reads; what the others give is then anything finite, and packed ones are left packed."""
     if isinstance(weight, torch.Tensor):
         return rows @ weight.mT if rows.ndim == 3 else rows @ weight[0].t()
-    out: torch.Tensor = _Unpacking.apply(rows, type(weight), *weight)  # type: ignore[no-untyped-call]
+    out: torch.Tensor = _Unpacking.apply(rows, used, type(weight), *weight)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -98,8 +104,8 @@ def expert_mlp(
     """z [N, Z]; ids, gates [N, k]; w1, w3 [E, I, Z], w2 [E, Z, I]. Returns [N, Z]: the gated sum over each token's experts, in slot order.
 
     Two schedules of the same sums, chosen by shape alone: all experts as one batched product when there are few tokens (decode is bound by
-    launches, not arithmetic), otherwise rows sorted by expert and one product per expert. Packed weights are unpacked an expert at a time. An id outside
-    0..E-1 adds nothing.
+    launches, not arithmetic), otherwise rows sorted by expert and one product per expert. Packed weights are unpacked an expert at a time, and only those of
+    experts that a token has. An id outside 0..E-1 adds nothing.
     """
     tokens, top_k = ids.shape
     experts = w1.shape[0]
@@ -114,7 +120,8 @@ def expert_mlp(
 
     if tokens <= 8 * experts:
         every = rows_of_z.expand(experts, -1, -1)
-        outs = products(hidden(products(every, w1), products(every, w3)), w2).transpose(0, 1)
+        used = None if isinstance(w1, torch.Tensor) else sorted(set(ids.flatten().tolist()))
+        outs = products(hidden(products(every, w1, used), products(every, w3, used)), w2, used).transpose(0, 1)
         picked = outs.gather(1, ids[..., None].expand(-1, -1, z.shape[1]))
     else:
         order = torch.argsort(ids.reshape(-1), stable=True)

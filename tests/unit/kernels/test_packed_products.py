@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from driftline.kernels.moe import reference
 from driftline.kernels.moe.reference import expert_mlp
 from driftline.kernels.mxfp4 import Mxfp4Weight, dequantised, pack, to_fp8
 from driftline.kernels.mxfp4 import reference as mxfp4
@@ -83,6 +84,22 @@ def test_no_stack_is_ever_unpacked_whole(tokens: int) -> None:
     with Largest() as whole:
         both_ways(tokens, torch.float32, tuple(dequantised(each, torch.float32) for each in w))
     assert whole.elements >= stack, "and one that is would be seen"
+
+
+def test_experts_that_no_token_has_are_left_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the forward and in the backward, under both schedules."""
+    z, ids, gates = routed(4, torch.float32)
+    unpacked: list[int] = []
+    real = reference._of
+    monkeypatch.setattr(reference, "_of", lambda weight, expert: unpacked.append(expert) or real(weight, expert))
+    w = weights(False)
+    z.requires_grad_()
+    out = expert_mlp(z, ids % 3, gates, w[0], w[1], w[2], 4.0, 25.0)
+    assert sorted(set(unpacked)) == sorted(set((ids % 3).flatten().tolist()))
+    forward = len(unpacked)
+    out.sum().backward()
+    assert len(unpacked) == 2 * forward
+    assert max(unpacked) < 3
 
 
 @pytest.mark.parametrize("piece", [1, 100, 1 << 20])
