@@ -236,6 +236,8 @@ def learner_rows(subject: Subject, model: CausalLM, cases: Sequence[Case], repea
             found[case] = stepped(trainer, batch, repeats)
         except torch.OutOfMemoryError as error:
             found[case] = f"does not fit: {str(error).splitlines()[0][:80]}"
+        except (RuntimeError, ValueError) as error:  # the other cases are still worth their time
+            found[case] = f"failed: {str(error).splitlines()[0][:120]}"
         del trainer
         emptied()
     rows: list[Row] = []
@@ -308,6 +310,14 @@ def measured(subject: Subject, cases: Sequence[Case], repeats: int, until: float
     return rows
 
 
+def others(path: Path, models: Sequence[str]) -> list[Row]:
+    """Rows of models that are not measured now, which an earlier run has left in the file."""
+    if not path.exists():
+        return []
+    rows: list[Row] = json.loads(path.read_text())["rows"]
+    return [each for each in rows if not str(each["case"]).startswith(tuple(models))]
+
+
 def main() -> None:
     compute_deterministically(str(DEVICE))  # cuBLAS reads its setting at its first product
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -327,7 +337,7 @@ def main() -> None:
     }
     path = (Path(given.out) if given.out else Path(__file__).parent / "results" / given.device) / "learner_step.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    rows: list[Row] = []
+    rows = others(path, given.models)
     started = time.monotonic()
     for subject in subjects(given.quick):
         if subject.name in given.models:
