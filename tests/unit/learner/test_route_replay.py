@@ -9,6 +9,7 @@ import pytest
 import torch
 from learning_samples import batch_of, grade, group, sample, small_model
 
+from driftline.kernels.mode import Numerics, using
 from driftline.messages.errors import IntegrityError
 from driftline.messages.types import Graded, Trajectory
 from driftline.models.causal_lm import ModelOutput
@@ -243,6 +244,25 @@ def test_the_learner_counts_how_often_it_would_have_chosen_otherwise() -> None:
     assert flips is not None
     assert 0 < flips.sets <= flips.orders
     assert Trainer(small_model(), config).step(batch).drift.flips is None
+
+
+def test_in_deterministic_mode_nothing_flips_and_replay_changes_no_bit() -> None:
+    """The engine's choice, token by token, is the learner's over whole sequences: replayed or free, the recorded bits. In fast mode they are not."""
+    found = {}
+    for mode in Numerics:
+        for replay in (True, False):
+            config = LearnerConfig(lr=1e-3, eps_low=0.2, eps_high=0.2, router_replay=replay)
+            with using(mode):
+                trainer = Trainer(small_model(), config, count_flips=True)
+                found[mode, replay] = trainer.step(batch_of(trainer.model, record_routes=True)).drift
+    for replay in (True, False):
+        exact = found[Numerics.DETERMINISTIC, replay].drift.all
+        assert (exact.k3, exact.bitwise_equal) == (0.0, 1.0)
+        assert found[Numerics.FAST, replay].drift.all.bitwise_equal < 1.0
+    flips = found[Numerics.DETERMINISTIC, True].flips
+    assert flips is not None
+    assert flips.rows > 0
+    assert (flips.sets, flips.orders) == (0, 0)
 
 
 def test_a_model_without_experts_is_trained_as_without_replay() -> None:
