@@ -11,23 +11,17 @@ import torch
 import triton
 import triton.language as tl
 
-from driftline.kernels.moe import triton_backward, triton_forward, triton_rows, triton_wgrad
-from driftline.kernels.moe.activations import Activations
-from driftline.kernels.moe.grouped import ROWS, Form, Grouping, Product
+from driftline.kernels.moe import triton_backward, triton_wgrad
 from driftline.kernels.moe.plan import Plan
 from driftline.kernels.moe.triton_backward import Blocks
 from driftline.kernels.moe.triton_tiles import INTERPRETED, form, row_pointers, stored, tile
-from driftline.kernels.mxfp4.weights import ExpertWeight, Mxfp4Weight
+from driftline.kernels.mxfp4.weights import ExpertWeight
 
-__all__ = ["FEW", "MANY", "NARROW", "WIDE", "WORDS", "blocks_for", "by_words", "product", "transposed", "weight_gradient"]
+__all__ = ["NARROW", "WIDE", "blocks_for", "product", "transposed", "weight_gradient"]
 
 WIDE = Blocks(64, 128, 64, 4, 3)
 NARROW = Blocks(64, 64, 64, 4, 3)
 """Rows, columns and depth of a tile, warps, stages. NARROW for at most 64 columns, as of an adapter's rank: half of a wide tile would lie outside."""
-
-WORDS = Grouping(((16, 0), (32, 0), (64, 0)))
-FEW, MANY = Product(128, 4, 2, 2), Product(128, 4, 3)
-"""For `by_words`, tiles of the same 64 rows: those of the experts' forward, for at most ROWS[0] rows a group on average and for more."""
 
 
 def blocks_for(columns: int) -> Blocks:
@@ -64,21 +58,10 @@ def _grouped_product(x, values, scale, out, tile_group, tile_start, starts, widt
     tl.store(out + row.to(tl.int64)[:, None] * columns + col[None, :], total.to(tl.bfloat16), mask=there[:, None] & (col < columns)[None, :])
 
 
-def by_words(weight: ExpertWeight) -> bool:
-    """Whether the product is the expert MLP's second one, which unpacks whole words on their way to the matrix unit: MXFP4 with widths that are multiples of 128."""
-    return isinstance(weight, Mxfp4Weight) and weight.shape[1] % 128 == 0 and weight.shape[2] % 128 == 0
-
-
-def product(x: torch.Tensor, rows: Plan, weight: ExpertWeight, *, words: bool | None = None) -> torch.Tensor:
-    """x bfloat16 [P, K] contiguous, in the plan's order, weight [G, N, K]: bfloat16 [P, N], zero where a row has no group. words: other than `by_words`, for a
-    benchmark."""
+def product(x: torch.Tensor, rows: Plan, weight: ExpertWeight) -> torch.Tensor:
+    """x bfloat16 [P, K] contiguous, in the plan's order, weight [G, N, K]: bfloat16 [P, N], zero where a row has no group."""
     _, columns, width = weight.shape
     out = x.new_zeros(x.shape[0], columns)
-    if (by_words(weight) if words is None else words) and rows.tile_expert.numel():
-        whole, _ = triton_rows.prepare(x, Form.MXFP4, Activations.SAME)
-        few = x.shape[0] <= ROWS[0] * weight.shape[0]
-        triton_forward.down(whole, whole, weight, rows, out, grouping=WORDS, product=FEW if few else MANY, form=Form.MXFP4, rounding=Activations.SAME)
-        return out
     blocks = blocks_for(columns)
     values, scale = stored(weight)
     if rows.tile_expert.numel() and columns:

@@ -103,14 +103,16 @@ class LoraExperts(nn.Module):
         """All experts on all tokens, as the operator without updates does for few tokens on a CPU: updates of zero then change no bit."""
         experts = self.base.w1.shape[0]
         exists = (ids >= 0) & (ids < experts)
+        ids = torch.where(exists, ids, 0)
+        used = sorted(set(ids.flatten().tolist())) if isinstance(self.base, PackedExperts) else None
 
         def product(which: str, x: torch.Tensor) -> torch.Tensor:
-            out, delta = products(x, getattr(self.base, which)), dict(self.delta).get(which)
+            out, delta = products(x, getattr(self.base, which), used), dict(self.delta).get(which)
             return out + delta.every(x) if isinstance(delta, LoraExpert) else out
 
         rows = z.expand(experts, -1, -1)
         outs = product("w2", situ_glu(product("w1", rows), product("w3", rows), beta, linear_beta)).transpose(0, 1)
-        picked = outs.gather(1, torch.where(exists, ids, 0)[..., None].expand(-1, -1, z.shape[1]))
+        picked = outs.gather(1, ids[..., None].expand(-1, -1, z.shape[1]))
         return _summed(picked, torch.where(exists, gates, 0))
 
 

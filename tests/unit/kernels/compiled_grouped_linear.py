@@ -34,7 +34,7 @@ def compiled(weight: ExpertWeight) -> list[CompiledKernel]:
     _, size_out, size_in = weight.shape
     x, dy = half(TOKENS * TOP, size_in), half(TOKENS * TOP, size_out)
     with compiling_for(90) as found:
-        kernels.product(x, ROWS, weight, words=False)
+        kernels.product(x, ROWS, weight)
         kernels.transposed(dy, ROWS, weight)
         if weight is A:
             kernels.weight_gradient(dy, x, ROWS, A)
@@ -49,18 +49,3 @@ def test_every_product_fits_and_runs_on_the_matrix_unit_without_spills(name: str
         assert kernel.shared <= SHARED_LIMIT, kernel
         assert kernel.stack == 0, kernel
         assert kernel.count("HGMMA") + kernel.count("HMMA") > 0, kernel
-
-
-def test_packed_matrices_by_whole_words_fit_without_spills() -> None:
-    """HELD groups have many rows each here; with EXPERTS of them and a few tokens, few."""
-    weight = packed(INNER, LATENT)
-    few = groups_of(torch.zeros(16, TOP, dtype=torch.int32), HELD)
-    with compiling_for(90) as found:
-        kernels.product(half(TOKENS * TOP, LATENT), ROWS, weight)
-        kernels.product(half(16 * TOP, LATENT), few, weight)
-    downs = [kernel for kernel in found if kernel.name == "_down"]
-    assert len(downs) == 2
-    for kernel in downs:
-        assert kernel.shared <= SHARED_LIMIT, kernel
-        assert kernel.stack == 0, kernel
-        assert kernel.count("HGMMA") > 0, kernel

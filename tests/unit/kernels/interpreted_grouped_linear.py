@@ -73,23 +73,6 @@ def test_products_and_their_gradient_in_every_form_at_whole_and_ragged_sizes(for
         assert not out[(groups < 0) | (groups >= 6)].any()
 
 
-@pytest.mark.parametrize("ids", [IDS, [0] * 15 + [4] * 19 + [2, -1] + [1] * 66], ids=["few", "many"])
-def test_packed_matrices_by_whole_words(ids: list[int]) -> None:
-    """Tiles of 16, 32 and 64 rows, and with many rows an expert the other configuration."""
-    weight, exact = matrices(Form.MXFP4, (5, 128, 256), 1)
-    column = torch.tensor(ids)[:, None]
-    table = plan(column, 5, 64)
-    groups = column[table.pairs.long(), 0]
-    assert kernels.by_words(weight)
-    x = rows(len(ids), 256)
-    found, other = kernels.product(x, table, weight), kernels.product(x, plan(column, 5, SMALL.rows), weight, words=False)
-    assert error(found, wanted(x, groups, exact)) < 0.01
-    assert error(other, found) < 0.01
-    assert not found[(groups < 0) | (groups >= 5)].any()
-    alone = kernels.product(x[7:8], plan(groups[7:8, None], 5, 64), weight)
-    assert torch.equal(alone[0], found[7])
-
-
 def test_gradients_of_an_adapter_s_halves() -> None:
     table, groups = rows_of(IDS, 6)
     x = rows(len(IDS), 40).requires_grad_()
