@@ -115,7 +115,7 @@ def test_a_row_s_bits_are_its_own() -> None:
 
 
 def test_a_row_s_bits_are_its_own_beside_packed_matrices() -> None:
-    """With few rows an expert and with many the product takes two configurations."""
+    """Alone, with a few others, and among all."""
     weight, ids = packed(INNER, LATENT), ids_of(TOKENS * 4)
     x = noise(TOKENS * 4, LATENT, seed=4)
 
