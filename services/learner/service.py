@@ -366,6 +366,7 @@ class LearnerService:
                 draft.discard()
                 self.assembler.release(batch)
                 self._halted = gate.verdict.halt
+                await self._reporter.report({**report.values, **watch_values(report.drift, numerics, self._watch.state), "halted": 1.0})  # of no version
                 return
             await self._tell()
             if trainer.skipped > skipped:

@@ -131,6 +131,11 @@ async def test_a_halt_ends_the_run_before_the_batch_is_trained_on(memory_bus: Me
     assert "k3 of numerics" in end.reason
     assert "watch.numerics_halt" in end.reason
     assert said(await ledger(bus, Divergence)) == [(2, "numerics", "halt")]
+    newest = await bus.last(SUBJECTS.stream("METRICS"), SUBJECTS.metrics("learner"))
+    assert newest is not None
+    assert isinstance(newest.message, Metrics)
+    assert (newest.message.step, newest.message.values["halted"]) == (-1, 1.0), "what was seen last is kept, and is no step's"
+    assert newest.message.values["k3_numerics"] > 0.1
     events = await outcomes(bus, RUN, 4)
     assert [e.outcome for e in events] == [Outcome.TRAINED, Outcome.TRAINED, Outcome.CANCELLED, Outcome.CANCELLED]
     assert all(e.reason == end.reason and e.trained == () for e in events[2:])
