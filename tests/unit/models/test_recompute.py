@@ -12,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from driftline.kernels.attention_residual.bank import Bank, Storage
 from driftline.kernels.mode import Numerics, numerics, using
+from driftline.models import causal_lm
 from driftline.models.config import tiny
 from driftline.models.lora import add_lora
 from driftline.models.mlp import LatentMoe
@@ -157,3 +158,32 @@ def test_the_second_run_has_the_numerics_of_the_first() -> None:
     with torch.no_grad():
         recomputed(part)
     assert len(seen) == 3
+
+
+def test_an_adapted_head_holds_the_logits_of_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = random_model()
+    add_lora(model, 2, targets=r"lm_head$")
+    hidden, tokens, temperature = torch.randn(37, 32, dtype=torch.float64), random_tokens(1, 37)[0], torch.rand(37, dtype=torch.float64) + 0.5
+    sizes: list[int] = []
+    logits = K3ForCausalLM.logits
+
+    def counted(self: K3ForCausalLM, rows: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(rows))
+        return logits(self, rows)
+
+    monkeypatch.setattr(K3ForCausalLM, "logits", counted)
+    found = []
+    for rows in (64, 10):
+        monkeypatch.setattr(causal_lm, "HEAD_ROWS", rows)
+        model.zero_grad(set_to_none=True)
+        logp, entropy = model.logprobs(hidden, tokens, temperature)
+        torch.autograd.backward(logp.sum())
+        gradient = next(p.grad for n, p in model.named_parameters() if n.endswith("lora_B"))
+        assert gradient is not None
+        found.append((logp.detach(), entropy, gradient))
+    assert sizes == [37, 10, 10, 10, 7, 7, 10, 10, 10]
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
+    with torch.no_grad():
+        model.logprobs(hidden, tokens)
+    assert sizes[-1] == 37
