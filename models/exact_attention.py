@@ -90,7 +90,7 @@ def _by_pages(query: torch.Tensor, rows: torch.Tensor, heads: Heads, columns: Co
         stop = min(start + window, steps)
         part = query[:, start:stop].contiguous()
         out[:, start:stop] = mla_decode(part, pages, table, held + stop, latent=heads.rank, scale=heads.scale, max_length=columns.order.shape[1],
-                                        out_dtype=torch.float32)
+                                        out_dtype=query.dtype)
     return out
 
 

@@ -55,32 +55,15 @@ def kda(
     given = (q, k, v, z, beta, a_log, dt_bias, initial_state)
     narrow = q.dtype == k.dtype == v.dtype == torch.bfloat16 and z.dtype in _KERNEL_GATES and beta.dtype in _KERNEL_GATES
     if narrow and q.shape[-1] == v.shape[-1] == WIDTH and runs_triton(*given, cu_seqlens):
-        if q.shape[1] == 1 and cu_seqlens is None and not torch.is_grad_enabled() and not deterministic():
-            return _one_token(q, k, v, z, beta, a_log, dt_bias, lower_bound, initial_state)
+        if q.shape[1] == 1 and cu_seqlens is None and not torch.is_grad_enabled():
+            from driftline.kernels.kda_decode.sequence import kda_sequence
+
+            return kda_sequence(q, k, v, z, beta, a_log, dt_bias, lower_bound, initial_state, None)
         from driftline.kernels.kda.autograd import kda_by_kernels
 
         return kda_by_kernels(q, k, v, z, beta, a_log, dt_bias, lower_bound, initial_state, cu_seqlens)
     form = kda_sequential if deterministic() else kda_composed
     return form(q, k, v, z, beta, a_log, dt_bias, lower_bound, initial_state, cu_seqlens)
-
-
-def _one_token(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, z: torch.Tensor, beta: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor, lower_bound: float,
-    initial_state: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """A step of decoding: the recurrence's kernel on a copy of the states, since the given ones are a value. A pool that is decoded in place takes
-    `kda_decode` itself."""
-    from driftline.kernels.kda_decode import kda_decode
-
-    batch, _, heads, width = q.shape
-    if initial_state is None:
-        state = torch.zeros(batch, heads, width, v.shape[-1], dtype=torch.float32, device=q.device)
-    else:
-        state = initial_state.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-    slots = torch.arange(batch, dtype=torch.int32, device=q.device)
-    q, k, v, z, beta = (t[:, 0].contiguous() for t in (q, k, v, z, beta))
-    o = kda_decode(q, k, v, z, beta, a_log.float(), dt_bias.float(), state, slots, lower_bound=lower_bound)
-    return o[:, None], state
 
 
 def kernel_inputs(

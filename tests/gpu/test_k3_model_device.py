@@ -24,7 +24,7 @@ CONFIG = K3Config.model_validate({
 
 KERNELS = {
     "attention_residual.triton": ("forward",), "attention_residual.triton_backward": ("backward",), "gated_norm.triton": ("forward", "backward"),
-    "kda.forward": ("forward",), "kda.triton_backward": ("backward",), "kda_decode.triton": ("kda_decode",), "linear.triton": ("matmul",),
+    "kda.forward": ("forward",), "kda.triton_backward": ("backward",), "kda_decode.sequence": ("kda_sequence",), "linear.triton": ("matmul",),
     "logprob.triton": ("forward", "gradients"), "mla_decode.triton": ("decode",), "mla_prefill.triton_forward": ("forward",),
     "mla_prefill.triton_backward": ("backward",), "moe.triton_router": ("scores",), "short_conv.triton": ("forward", "backward"),
 }

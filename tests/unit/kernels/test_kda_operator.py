@@ -172,11 +172,12 @@ def test_a_panel_holds_whole_chunks_of_every_row_and_its_bytes_are_stated() -> N
 
 
 def test_one_token_on_a_device_takes_the_recurrences_kernel_unless_gradients_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The given state is a value: the kernel works on a copy."""
-    operator = importlib.import_module("driftline.kernels.kda.operator")
+    """The given state is a value: the kernel writes another."""
+    operator, sequence = (importlib.import_module(f"driftline.kernels.{name}") for name in ("kda.operator", "kda_decode.sequence"))
     monkeypatch.setattr(operator, "runs_triton", lambda *_: True)
     monkeypatch.setattr(operator, "WIDTH", WIDTH)
     monkeypatch.setattr(autograd, "kda_by_kernels", lambda *_: "chunks")
+    monkeypatch.setattr(sequence, "kda_sequence", kda_composed)
     x = {name: value[:, :1] if value.dim() > 1 else value for name, value in raw(torch.float32).items()}
     x = {name: value.bfloat16() if name in ("q", "k", "z", "beta") else value for name, value in x.items()} | {"v": torch.randn(BATCH, 1, HEADS, WIDTH).bfloat16()}
     state = torch.randn(BATCH, HEADS, WIDTH, WIDTH)
