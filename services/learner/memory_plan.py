@@ -153,7 +153,8 @@ def load_of(config: Config) -> Load:
     """The largest micro-batch of a run. Prompts, whose length no setting says, are taken to be as long as completions."""
     completion, members, learner = config.sampling.max_tokens, config.run.group_size, config.learner
     if learner.micro_batch_tokens:
-        return Load(learner.micro_batch_tokens, max(members, learner.micro_batch_tokens // completion), completion, completion)
+        most = min(config.run.groups_per_step * members, max(members, learner.micro_batch_tokens // completion))
+        return Load(learner.micro_batch_tokens, most, completion, completion)
     groups = min(learner.micro_batch_groups, config.run.groups_per_step)
     return Load(groups * (members + 1) * completion, groups * members, completion, completion)
 

@@ -125,7 +125,8 @@ def run(**learner: int) -> Config:
 def test_a_runs_plan_is_of_its_checkpoint_and_its_largest_micro_batch() -> None:
     assert load_of(run(micro_batch_groups=2)) == Load(2 * 5 * 32, 8, 32, 32)
     packed = run(micro_batch_tokens=1024)
-    assert load_of(packed) == Load(1024, 32, 32, 32)
+    assert load_of(packed) == Load(1024, 16, 32, 32), "no more sequences than a step has"
+    assert load_of(run(micro_batch_tokens=64)) == Load(64, 4, 32, 32)
     found = plan_of(packed, torch.float32)
     config = model_config(packed.policy.init)
     assert isinstance(config, K3Config)
