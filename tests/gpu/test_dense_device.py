@@ -18,14 +18,13 @@ from driftline.models.recompute import Recompute
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 SIZES = {
-    "model_type": "llama", "vocab_size": 1000, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 4, "num_attention_heads": 9,
+    "model_type": "llama", "vocab_size": 1000, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 3, "num_attention_heads": 9,
     "num_key_value_heads": 3, "tie_word_embeddings": True, "rope_theta": 100000.0,
 }
 KINDS = [
     pytest.param(DenseConfig.of(SIZES, "llama"), id="llama"),
-    pytest.param(DenseConfig.of({**SIZES, "model_type": "qwen2", "tie_word_embeddings": False, "num_attention_heads": 6, "head_dim": 96}, "qwen2"), id="qwen2"),
-    pytest.param(DenseConfig.of({**SIZES, "model_type": "qwen3", "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128, "attention_bias": True}, "qwen3"),
-                 id="qwen3"),
+    pytest.param(DenseConfig.of({**SIZES, "model_type": "qwen3", "tie_word_embeddings": False, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128,
+                                 "attention_bias": True}, "qwen3"), id="qwen3"),
 ]
 EVERY = pytest.mark.parametrize("config", KINDS)
 
@@ -73,22 +72,26 @@ def test_prompts_decoding_and_packs_are_near_fp64(config: DenseConfig) -> None:
 
 
 @EVERY
-@pytest.mark.parametrize("how", list(Recompute))
-def test_gradients_of_shared_prompts_in_packs_are_near_fp64(config: DenseConfig, how: Recompute) -> None:
+def test_gradients_of_shared_prompts_in_packs_are_near_fp64_and_run_again_are_the_same(config: DenseConfig) -> None:
     exact, ours = pair(config)
     prompt, ends, row = [70, 9], [30, 1, 12, 50], tokens_of(1, 93, seed=2)
-    for model in (exact, ours):
-        model.recompute = how
-        device = model.lm_head.weight.device
+
+    def gradients(model: DenseForCausalLM, how: Recompute = Recompute.NONE) -> dict[str, torch.Tensor]:
+        model.recompute, device = how, model.lm_head.weight.device
+        model.zero_grad()
         held = model(tokens_of(1, 79).to(device), packed=Packed.of(prompt, device)).cache.repeat(2)
-        hidden = model(row.to(device), cache=held, packed=Packed.of(ends, device)).hidden[0]
+        hidden = model(row.to(device), cache=held, packed=Packed.of(ends, device), keep=False).hidden[0]
         logp, _ = model.logprobs(hidden, row[0].roll(-1).to(device), 0.8)
         torch.autograd.backward(-logp.mean())
-    worst = {name: relative(p.grad, q.grad) for (name, p), (_, q) in zip(ours.named_parameters(), exact.named_parameters(), strict=True)
-             if p.grad is not None and q.grad is not None}
-    assert len(worst) == len(list(exact.parameters()))
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    wanted, found, again = gradients(exact), gradients(ours), gradients(ours, Recompute.LAYERS)
+    assert wanted.keys() == found.keys() == dict(exact.named_parameters()).keys()
+    worst = {name: relative(found[name], wanted[name]) for name in wanted}
     # A bias of the keys moves every score of a query alike, which no softmax feels: its gradient is rounding alone.
     assert max(value for name, value in worst.items() if not name.endswith("k_proj.bias")) < 0.1, sorted(worst.items(), key=lambda item: -item[1])[:5]
+    # torch adds the rows of an embedding's gradient in no promised order.
+    assert all(torch.equal(found[name], again[name]) for name in found if "embed_tokens" not in name)
 
 
 @EVERY
