@@ -179,7 +179,7 @@ def sweep() -> list[Row]:
             rows.append(Row(f"backward {tuple(of_queries)} {tuple(of_keys)}, width {case.width}", timing.median_ms, flops=case.backward_flops))
     for case in DECODE:
         given, layout = case.drawn(), Layout.padded(case.batch, 1, case.columns, device="cuda")
-        for one in (c for c in forward.CONFIGURATIONS if c.rows == forward.FEW.rows):
+        for one in (c for c in forward.CONFIGURATIONS if c.rows == forward.DEFAULT.rows):
             run = forward.decode if forward.decodes(layout, case.sizes) else forward.forward
             timing = measure(partial(run, *given, layout, case.sizes, 0.1, torch.bfloat16, one), rounds=10)
             rows.append(Row(f"{case.name}, decode {tuple(one)}", timing.median_ms, bytes=case.cached_bytes))

@@ -19,8 +19,8 @@ from driftline.kernels.gqa.layout import Layout, Sizes
 from driftline.kernels.linear.triton import described
 
 __all__ = [
-    "CONFIGURATIONS", "FEW", "KEYS", "MANY", "PART", "Configuration", "added", "block", "decode", "decodes", "forward", "how", "key_rows", "live_rows",
-    "loaded", "operands", "takes",
+    "CONFIGURATIONS", "DEFAULT", "KEYS", "PART", "Configuration", "added", "block", "decode", "decodes", "forward", "how", "key_rows", "live_rows",
+    "loaded", "numbers_at", "operands", "row_numbers", "takes", "whole_heads",
 ]
 
 PART = 1024
@@ -38,16 +38,19 @@ class Configuration(NamedTuple):
     stages: int
 
 
-FEW = Configuration(rows=64, warps=4, stages=4)
-"""Where a sequence has no more rows than one such tile."""
+DEFAULT = Configuration(rows=64, warps=4, stages=3)
 
-MANY = Configuration(rows=128, warps=8, stages=3)
-
-CONFIGURATIONS = (MANY, FEW, Configuration(128, 8, 2), Configuration(128, 8, 4), Configuration(64, 4, 2), Configuration(64, 4, 3))
+CONFIGURATIONS = (DEFAULT, Configuration(64, 4, 2), Configuration(64, 4, 4), Configuration(128, 8, 3), Configuration(128, 8, 4))
 """What runs, and what the benchmark's sweep times beside it: all give the same bits."""
 
 _COMBINED = 8
 """Rows that a program of `_combine` adds up."""
+
+
+@triton.jit
+def numbers_at(begin, sequence):
+    """Where a sequence's numbers begin in each head's: behind those of the sequences before it, at a multiple of 4, which is 16 bytes."""
+    return (begin + 3 * sequence + 3) // 4 * 4
 
 
 @triton.jit
@@ -177,7 +180,8 @@ def _forward(q, keys, values, rows, starts_q, starts_k, seen, tiles, out, lse, c
     token = begin.to(tl.int64) + row_q // GROUP
     at_out = token[:, None] * (HEADS * VALUE) + (head * GROUP + row_q % GROUP)[:, None] * VALUE + f[None, :]
     tl.store(out + at_out, whole_acc.to(out.dtype.element_ty), mask=live_rows(live, f, VALUE, V))
-    tl.store(lse + head.to(tl.int64) * stride + begin * GROUP + row_q, tl.where(some, whole_top + tl.log2(divisor), float("inf")), mask=live)
+    number = (head * GROUP + row_q % GROUP).to(tl.int64) * stride + numbers_at(begin, sequence) + row_q // GROUP
+    tl.store(lse + number, tl.where(some, whole_top + tl.log2(divisor), float("inf")), mask=live)
 
 
 @triton.jit
@@ -246,7 +250,7 @@ def takes(sizes: Sizes, dtype: torch.dtype) -> bool:
 
 def decodes(layout: Layout, sizes: Sizes) -> bool:
     """Whether `decode` is the faster of the two, by shape: few queries of many keys."""
-    return layout.longest_q * sizes.group <= FEW.rows and layout.longest_k > PART
+    return layout.longest_q * sizes.group <= DEFAULT.rows and layout.longest_k > PART
 
 
 def block(width: int) -> int:
@@ -254,11 +258,16 @@ def block(width: int) -> int:
     return max(16, int(triton.next_power_of_2(width)))
 
 
+def whole_heads(sizes: Sizes) -> bool:
+    """Whether the copy engine takes the heads as they are: powers of two wide, and some."""
+    return sizes.keys > 0 and all(n == block(n) for n in (sizes.width, sizes.value))
+
+
 def how(layout: Layout, sizes: Sizes) -> str:
     """How keys and values come: `copied` by the copy engine, which takes heads of a power of two in their order, else by address: `ordered` or `named`."""
     if layout.rows is not None:
         return "named"
-    return "copied" if sizes.keys and all(n == block(n) for n in (sizes.width, sizes.value)) else "ordered"
+    return "copied" if whole_heads(sizes) else "ordered"
 
 
 def operands(keys: torch.Tensor, values: torch.Tensor, layout: Layout, sizes: Sizes, rows: int) -> tuple[Any, Any]:
@@ -276,15 +285,18 @@ def _constants(sizes: Sizes, layout: Layout, configuration: Configuration) -> di
             "enable_fp_fusion": True}
 
 
+def row_numbers(layout: Layout, sizes: Sizes) -> torch.Tensor:
+    """Memory for a number a head and query, fp32 [H, queries and up to 3 between sequences]: each sequence's begin 16 bytes aligned, for the copy engine."""
+    return torch.empty(sizes.heads, (sizes.queries + 3 * layout.sequences + 3) // 4 * 4 + 4, dtype=torch.float32, device=layout.seen.device)
+
+
 def forward(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layout: Layout, sizes: Sizes, scale: float, out_dtype: torch.dtype,
-    configuration: Configuration | None = None, part: int = PART,
+    configuration: Configuration = DEFAULT, part: int = PART,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out [..., H, Dv] in out_dtype, log2 of the sum of exp2 of the scores, fp32 [Hkv, queries * group]: infinite for a query that sees no key) of contiguous
-    inputs."""
-    configuration = configuration or (FEW if layout.longest_q * sizes.group <= FEW.rows else MANY)
+    """(out [..., H, Dv] in out_dtype, log2 of the sum of exp2 of the scores as `row_numbers`: infinite for a query that sees no key) of contiguous inputs."""
     out = torch.empty(*q.shape[:3], sizes.value, dtype=out_dtype, device=q.device)
-    lse = torch.empty(sizes.key_heads, sizes.queries * sizes.group, dtype=torch.float32, device=q.device)
+    lse = row_numbers(layout, sizes)
     tiles = layout.query_tiles(sizes.group, configuration.rows)
     if out.numel():
         _forward[(tiles.shape[0], sizes.key_heads)](
@@ -297,7 +309,7 @@ def forward(
 
 def decode(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layout: Layout, sizes: Sizes, scale: float, out_dtype: torch.dtype,
-    configuration: Configuration = FEW, part: int = PART,
+    configuration: Configuration = DEFAULT, part: int = PART,
 ) -> torch.Tensor:
     """As `forward`, to the bit, with a program for every part of the keys; without the log-sums."""
     out = torch.empty(*q.shape[:3], sizes.value, dtype=out_dtype, device=q.device)

@@ -32,7 +32,7 @@ def check(kernel: CompiledKernel, width: int, keys: int, *, spilled: int = 0) ->
     return loop
 
 
-@pytest.mark.parametrize(("configuration", "widths"), [*((one, WIDE) for one in triton_forward.CONFIGURATIONS), (triton_forward.MANY, NARROW)])
+@pytest.mark.parametrize(("configuration", "widths"), [*((one, WIDE) for one in triton_forward.CONFIGURATIONS), (triton_forward.DEFAULT, NARROW)])
 def test_the_forward_fits_and_uses_the_matrix_unit(configuration: triton_forward.Configuration, widths: Widths) -> None:
     given = case(widths)
     with compiling_for(90) as compiled:
@@ -50,7 +50,7 @@ def test_the_parts_fit_and_use_the_matrix_unit(widths: Widths, named: bool) -> N
         triton_forward.forward(*given[:3], given.layout, given.sizes, 0.1, torch.bfloat16)
     part, combine, forward = compiled
     check(part, widths.width, triton_forward.KEYS)
-    check(forward, widths.width, triton_forward.KEYS)
+    check(forward, widths.width, triton_forward.KEYS, spilled=96)  # addresses, of keys that the copy engine does not bring
     assert (combine.name, combine.stack) == ("_combine", 0)
 
 
@@ -58,7 +58,7 @@ def test_the_parts_fit_and_use_the_matrix_unit(widths: Widths, named: bool) -> N
 def test_the_backward_fits_and_uses_the_matrix_unit(which: int, widths: Widths) -> None:
     given = case(widths)
     of_queries, of_keys = triton_backward.QUERIES[min(which, len(triton_backward.QUERIES) - 1)], triton_backward.KEYS[which]
-    out, lse = torch.empty(1, ROWS, widths.heads, widths.value, dtype=torch.bfloat16), torch.empty(widths.key_heads, ROWS * given.sizes.group)
+    out, lse = torch.empty(1, ROWS, widths.heads, widths.value, dtype=torch.bfloat16), triton_forward.row_numbers(given.layout, given.sizes)
     with compiling_for(90) as compiled:
         triton_backward.backward(*given[:3], given.layout, out, lse, out, given.sizes, 0.1, of_queries, of_keys)
     prepare, keys, queries = compiled
