@@ -201,13 +201,14 @@ def backward(
     boxes = [described(t, of_keys.rows, width) if copied else t for t, width in zip(flat, (sizes.width, sizes.value), strict=True)]
     _keys[(tiles.shape[0], sizes.key_heads)](
         boxes[0], *operands(keys, values, layout, sizes, of_keys.keys), named, boxes[1], *(described(t, 1, of_keys.rows) for t in (lse, delta)),
-        layout.starts_q, layout.starts_k, layout.counts, layout.seen, tiles, dk, dv, scale / math.log(2), scale, ROWS=of_keys.rows, KEYS=of_keys.keys, STAGES=of_keys.stages, EVEN=layout.even,
-        HOW=how(layout, sizes), COPIED=copied, num_warps=of_keys.warps, **widths,
+        layout.starts_q, layout.starts_k, layout.counts, layout.seen, tiles, dk, dv, scale / math.log(2), scale, ROWS=of_keys.rows, KEYS=of_keys.keys,
+        STAGES=of_keys.stages, EVEN=layout.even,
+        HOW=how(layout, sizes).value, COPIED=copied, num_warps=of_keys.warps, **widths,
     )
     tiles = layout.query_tiles(sizes.group, of_queries.rows)
     _queries[(tiles.shape[0], sizes.key_heads)](
         q, *operands(keys, values, layout, sizes, of_queries.keys), named, grad, lse, delta, layout.starts_q, layout.starts_k, layout.seen, tiles,
         dq, tiles.shape[0], delta.stride(0), scale / math.log(2), scale, ROWS=of_queries.rows, KEYS=of_queries.keys, STAGES=of_queries.stages,
-        HOW=how(layout, sizes), num_warps=of_queries.warps, **widths,
+        HOW=how(layout, sizes).value, num_warps=of_queries.warps, **widths,
     )
     return dq, dk, dv

@@ -9,6 +9,7 @@ a tile by `tile_of_keys` and add a part by `added`, so a query's bits do not dep
 from __future__ import annotations
 
 import math
+from enum import StrEnum
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from driftline.kernels.gqa.layout import Layout, Sizes
 from driftline.kernels.linear.triton import described
 
 __all__ = [
-    "CONFIGURATIONS", "DEFAULT", "KEYS", "PART", "Configuration", "added", "block", "decode", "decodes", "forward", "how", "key_rows", "live_rows",
+    "CONFIGURATIONS", "DEFAULT", "KEYS", "PART", "Configuration", "Way", "added", "block", "decode", "decodes", "forward", "how", "key_rows", "live_rows",
     "loaded", "numbers_at", "operands", "row_numbers", "takes", "whole_heads",
 ]
 
@@ -263,16 +264,24 @@ def whole_heads(sizes: Sizes) -> bool:
     return sizes.keys > 0 and all(n == block(n) for n in (sizes.width, sizes.value))
 
 
-def how(layout: Layout, sizes: Sizes) -> str:
-    """How keys and values come: `copied` by the copy engine, which takes heads of a power of two in their order, else by address: `ordered` or `named`."""
+class Way(StrEnum):
+    """How keys and values come: by the copy engine, which takes heads of a power of two in their order; else by address, in their order or named row by row."""
+
+    COPIED = "copied"
+    ORDERED = "ordered"
+    NAMED = "named"
+
+
+def how(layout: Layout, sizes: Sizes) -> Way:
+    """The way of one call, by its shape and layout."""
     if layout.rows is not None:
-        return "named"
-    return "copied" if whole_heads(sizes) else "ordered"
+        return Way.NAMED
+    return Way.COPIED if whole_heads(sizes) else Way.ORDERED
 
 
 def operands(keys: torch.Tensor, values: torch.Tensor, layout: Layout, sizes: Sizes, rows: int) -> tuple[Any, Any]:
     """Keys and values as the kernels take them, `rows` of them at a time."""
-    if how(layout, sizes) != "copied":
+    if how(layout, sizes) is not Way.COPIED:
         return keys, values
     flat = (t.reshape(sizes.keys, sizes.key_heads * width) for t, width in ((keys, sizes.width), (values, sizes.value)))
     key, value = flat
@@ -281,7 +290,7 @@ def operands(keys: torch.Tensor, values: torch.Tensor, layout: Layout, sizes: Si
 
 def _constants(sizes: Sizes, layout: Layout, configuration: Configuration) -> dict[str, Any]:
     return {"HEADS": sizes.heads, "GROUP": sizes.group, "WIDTH": sizes.width, "VALUE": sizes.value, "D": block(sizes.width), "V": block(sizes.value),
-            "ROWS": configuration.rows, "KEYS": KEYS, "STAGES": configuration.stages, "HOW": how(layout, sizes), "num_warps": configuration.warps,
+            "ROWS": configuration.rows, "KEYS": KEYS, "STAGES": configuration.stages, "HOW": how(layout, sizes).value, "num_warps": configuration.warps,
             "enable_fp_fusion": True}
 
 
