@@ -93,9 +93,8 @@ def compared(found: dict[Case, Outcome]) -> list[dict[str, Any]]:
     return rows
 
 
-def _row(case: str, ours: float, peer: float, note: str, *, unit: str = "accuracy", **more: str) -> dict[str, Any]:
-    return {"case": case, "ours": ours, "unit": unit, "peer": more.get("peer", "before training"), "peer_value": peer, "ratio": ours / peer if peer else None,
-            "bound": None, "note": note}
+def _row(case: str, ours: float, value: float, note: str, *, unit: str = "accuracy", peer: str = "before training") -> dict[str, Any]:
+    return {"case": case, "ours": ours, "unit": unit, "peer": peer, "peer_value": value, "ratio": ours / value if value else None, "bound": None, "note": note}
 
 
 def main() -> None:
