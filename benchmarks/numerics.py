@@ -291,7 +291,7 @@ def written(given: argparse.Namespace, rows: list[dict[str, Any]], dtype: torch.
     device = given.label if given.device == "cpu" else f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
     command = "python " + " ".join(a for i, a in enumerate(sys.argv) if "--commit" not in (a, sys.argv[i - 1]))
     body = {"command": command, "commit": commit, "date": datetime.datetime.now(datetime.UTC).date().isoformat(), "device": device,
-            "note": f"{str(dtype).removeprefix('torch.')}, {given.threads} threads", "rows": rows}
+            "note": f"{str(dtype).removeprefix('torch.')}, {given.threads} thread{'s' * (given.threads > 1)}", "rows": rows}
     for folder in (ROOT / "benchmarks" / "results" / given.label, *([Path(os.environ["OUT"])] if os.environ.get("OUT") else [])):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "numerics.json").write_text(json.dumps(body, indent=1) + "\n")
