@@ -115,6 +115,7 @@ class RunConfig(Section):
 
     A group that is not complete after `group_deadline_s` is expired, trained with its at least `partial_min_members` members, or
     queued again up to `group_retries` times, as `deadline_policy` says. `max_failed_groups` in a row end the run as failed (0: never).
+    So do, not as failed, `max_flat_groups` in a row whose members all have one reward: a policy that no longer varies takes no further step.
     `record`: `driftline run` leaves the run as one file, run.dlr, in the run folder.
     """
 
@@ -131,6 +132,7 @@ class RunConfig(Section):
     group_retries: int = Field(default=1, ge=0, le=16)
     stale_policy: StalePolicy = StalePolicy.WAIT
     max_failed_groups: int = Field(default=256, ge=0)
+    max_flat_groups: int = Field(default=4096, ge=0)
     record: bool = True
     time_limit_s: float = Field(default=0.0, ge=0)
     numerics: Numerics = Numerics.FAST

@@ -112,7 +112,7 @@ class LearnerService:
         self._seen = 0
         self._started_at: float | None = None
         self._bad_steps = 0
-        self._failed_in_a_row = 0
+        self._failed_in_a_row = self._flat_in_a_row = 0
         self._poison: list[tuple[str, str]] = []
         self._probe: NumericsProbe | None = None
         self._rules = rules_of(config.watch)
@@ -288,6 +288,8 @@ class LearnerService:
             await self._settle(now)
             if run.max_failed_groups and self._failed_in_a_row >= run.max_failed_groups:
                 return self._finished(f"{self._failed_in_a_row} groups in a row failed (run.max_failed_groups)", failed=True)
+            if run.max_flat_groups and self._flat_in_a_row >= run.max_flat_groups:
+                return self._finished(f"{self._flat_in_a_row} groups in a row had one reward for all their members: nothing is left to learn from (run.max_flat_groups)")
             batch = self.assembler.next_batch(self.head)
             if batch is None:
                 self._say_what_for()
@@ -441,8 +443,11 @@ class LearnerService:
             match event.outcome:
                 case Outcome.FAILED | Outcome.EXPIRED:
                     self._failed_in_a_row += 1
-                case Outcome.TRAINED | Outcome.ZERO_VARIANCE:
+                case Outcome.ZERO_VARIANCE:
                     self._failed_in_a_row = 0
+                    self._flat_in_a_row += 1
+                case Outcome.TRAINED:
+                    self._failed_in_a_row = self._flat_in_a_row = 0
             await self._held.acknowledge(event.group)
         if events:
             self._room.set()

@@ -22,7 +22,9 @@ FREE_BYTES = 2 * 1024**3
 
 def preflight(config: Config) -> None:
     """Raises ConfigError for what would only fail later, in some service's log: no checkpoint, no tasks, no server."""
-    starting_place(config)
+    from driftline.models.tokenizers.loading import load_tokenizer
+
+    load_tokenizer(starting_place(config))
     source = task_source(config)
     source.task(0, config.run.seed)
     if not config.broker.url:

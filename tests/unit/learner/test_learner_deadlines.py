@@ -210,6 +210,28 @@ async def test_a_group_with_equal_rewards_breaks_the_row_of_failures(bus: Memory
         assert not task.done()
 
 
+async def test_groups_without_a_difference_end_the_run_when_nothing_else_comes(bus: MemoryBus, blobs: MemoryBlobs, tmp_path: Path) -> None:
+    """A policy that has collapsed onto one answer is sampled for ever otherwise: no step is due."""
+    config = tiny(RUN, run={"max_flat_groups": 3, "steps": 5}, learner={"probe_members": 0})
+    per_step = config.run.groups_per_step
+    varied = groups_of(config, range(2, 2 + per_step))
+    flat = [*groups_of(config, range(2)), *groups_of(config, range(2 + per_step, 5 + per_step))]
+    async with running(learner(bus, blobs, tmp_path, config)) as task:
+        for part, reward in ((flat[:2], 1.0), (varied, None), (flat[2:4], 1.0)):  # two, then a step, then two: never three in a row
+            before = len(await ledger(bus, OutcomeEvent))
+            await admit(bus, part)
+            members = sampled(part)
+            await grade(bus, alternating(members) if reward is None else [with_reward(t, reward) for t in members])
+            await beside(task, outcomes(bus, RUN, before + len(part)))
+        assert not task.done()
+        await admit(bus, flat[4:])
+        await grade(bus, [with_reward(t, 0.0) for t in sampled(flat[4:])])
+        await task
+    end = await finished(bus)
+    assert (end.failed, end.version) == (False, 1)
+    assert "3 groups in a row had one reward" in end.reason
+
+
 async def test_a_learner_killed_after_the_end_leaves_its_last_outcomes_to_the_next(
     bus: MemoryBus, blobs: MemoryBlobs, tmp_path: Path
 ) -> None:
