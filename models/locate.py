@@ -24,5 +24,6 @@ def located(init: str) -> Path:
     path = Path(__file__).parent / BASE if init == BASE else Path(init)
     if not path.is_dir() and not (path.suffix == GGUF and path.is_file()):
         raise ConfigError("no such checkpoint directory", field="policy.init", value=init,
-                          remedy=f'use "{BASE}", a directory with config.json and model.safetensors, a {GGUF} file, or "{PACKAGE}NAME" of a package with one')
+                          remedy=f'use "{BASE}", a directory with config.json and model.safetensors as `driftline pretrain` and runs write them, '
+                                 f'a {GGUF} file, or "{PACKAGE}NAME" of a package with one')
     return path
