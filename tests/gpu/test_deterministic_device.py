@@ -122,7 +122,7 @@ def test_a_model_that_is_differentiated_computes_the_same_bits_and_has_gradients
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_those_of_fast_mode_to_rounding(kind: str) -> None:
-    """Of the same routes, which a last bit may turn. In bfloat16 the two forwards of a random K3 are themselves some hundredths apart."""
+    """Of the same routes, which a last bit may turn."""
     model, row = made(kind), rows(kind)[0][None]
     routes = model(row).routes.detach() if kind != "dense" else None
     grads = []
@@ -131,14 +131,10 @@ def test_gradients_are_those_of_fast_mode_to_rounding(kind: str) -> None:
             hidden = model(row, replay=routes).hidden[0, :-1]
             loss = model.logprobs(hidden, row[0, 1:], 1.0)[0].mean()
             grads.append(torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad], allow_unused=True))
-    apart, whole = 0.0, 0.0
     for fast, exact in zip(*grads, strict=True):
         if fast is not None:
             assert exact is not None
-            difference, size = (exact.float() - fast.float()).norm(), fast.float().norm()
-            assert difference <= 0.5 * size + 1e-6
-            apart, whole = apart + float(difference) ** 2, whole + float(size) ** 2
-    assert apart <= 0.2**2 * whole
+            assert (exact.float() - fast.float()).norm() <= 0.1 * fast.float().norm() + 1e-6
 
 
 @pytest.mark.parametrize("kind", ["k3", "k3_packed"])
