@@ -104,7 +104,8 @@ class AdapterBank:
     def rows(self, index: Sequence[int], packed: Packed | None = None) -> Iterator[None]:
         """The adapters of the rows of the forwards within, of this thread or task: index[i] is row i's slot, -1 for none; `packed`: the forward's, index its sequences'.
 
-        A row's logits, too, are made within. Raises ValueError for an empty batch, a slot that holds nothing, or another number of sequences than `packed` has.
+        A row's logits, too, are made within: of all its positions or of one a row, in the rows' order. A ragged choice of positions does not say whose they are, and
+        where their number is a multiple of the rows it cannot be refused: an adapted head must not be given one. Raises ValueError for an empty batch, a slot that holds nothing, or another number of sequences than `packed` has.
         """
         index = tuple(index)
         if not index or (packed is not None and packed.count != len(index)):
