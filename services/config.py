@@ -43,11 +43,19 @@ from driftline.services.policy_config import (
     anchored_store,
     clash,
 )
+from driftline.services.rollout_config import (
+    EngineKind,
+    PolicyUpdate,
+    RolloutConfig,
+    Speculation,
+    SpeculationRule,
+)
 
 __all__ = [
     "Compute",
     "Config",
     "DeadlinePolicy",
+    "EngineKind",
     "ExpertsForm",
     "LearnerConfig",
     "LoraScaling",
@@ -56,7 +64,10 @@ __all__ = [
     "PolicyUpdate",
     "Proximal",
     "Recompute",
+    "RolloutConfig",
     "Sandbox",
+    "Speculation",
+    "SpeculationRule",
     "StalePolicy",
     "WatchConfig",
     "in_flight_members",
@@ -67,14 +78,6 @@ __all__ = [
 
 RUN_NAME = r"^[A-Za-z0-9_-]+$"
 PYTHON_SOURCE = "python:"
-
-
-class PolicyUpdate(StrEnum):
-    """What an engine does with running sequences when a version arrives."""
-
-    IN_FLIGHT = "in_flight"
-    DRAIN = "drain"
-    INTERRUPT = "interrupt"
 
 
 class Numerics(StrEnum):
@@ -200,19 +203,6 @@ class SamplingConfig(Section):
 
 class DispatcherConfig(Section):
     full_wait_s: float = Field(default=120.0, gt=0)
-
-
-class RolloutConfig(Section):
-    """`advance_s`, `read_s`: how long a move to a newer policy by deltas, and reading a whole version, may take."""
-
-    engines: int = Field(default=2, ge=1, le=1024)
-    max_batch: int = Field(default=64, ge=1)
-    policy_update: PolicyUpdate = PolicyUpdate.IN_FLIGHT
-    threads: int = Field(default=1, ge=1)
-    device: Device = "cpu"
-    data_failures: int = Field(default=2, ge=1)
-    advance_s: float = Field(default=120.0, gt=0)
-    read_s: float = Field(default=600.0, gt=0)
 
 
 class GraderConfig(Section):
