@@ -24,7 +24,8 @@ def mla_prefill(
     q [T, H, nope + shared]; kv [S, H, nope + value], a key and a value of every head, as the up-projection of the latents leaves them; k_shared [S, shared],
     the part of the key that all heads share. K3: 128, 64, 128. cu_seqlens int32 [sequences + 1]: where each sequence's rows of q begin, from 0 to T; one
     sequence where None. cu_seqlens_k, of the same sequences' keys, where a sequence has more keys than queries: the queries are then its newest positions
-    (prefill in pieces), so query i of n sees keys 0 .. keys - n + i; one that sees none gives zeros. Returns [T, H, value] in out_dtype, float32 or bfloat16:
+    (prefill in pieces), so query i of n sees keys 0 .. keys - n + i; one that sees none gives zeros. The keys may end before S: rows behind the last sequence's
+    are read by nobody, whatever they hold, and their gradients are zeros. Returns [T, H, value] in out_dtype, float32 or bfloat16:
     attention outputs rounded to bfloat16 are biased, which training shows.
 
     The kernels take bfloat16 and widths that are powers of two from 16 to 128; others are computed by the reference. They take no lengths to the host.

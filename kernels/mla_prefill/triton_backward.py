@@ -3,7 +3,8 @@
 
 Probabilities are computed again from the saved log-sum. `_queries`: a program a tile of queries and a head, over the keys in order, as the forward.
 `_keys`: a program a tile of keys and a head, over the queries in order, scores transposed so that the tile of keys is the M of all five products.
-The gradient of the shared key is the sum over heads of fp32 parts, in their order (`_shared`). `_prepare` rounds the output's gradient to bfloat16, which is what
+The gradient of the shared key is the sum over heads of fp32 parts, in their order (`_shared`, which also writes the zeros of rows behind the last sequence's
+keys). `_prepare` rounds the output's gradient to bfloat16, which is what
 both products take, and sums it, rounded, with the output: so a row's score gradients add up to zero as they must.
 """
 
@@ -152,22 +153,32 @@ def _keys(q, kv, k_shared, grad, lse, delta, starts, starts_k, tiles, dkv, d_sha
     tl.store(d_shared_parts + at_part + e[None, :], d_shared * factor, mask=live[:, None])
 
 
-@triton.jit
-def _shared(parts, out, rows, HEADS: tl.constexpr, SHARED: tl.constexpr, ROWS: tl.constexpr):
+@triton.jit(do_not_specialize=["sequences"])
+def _shared(parts, starts_k, sequences, out, dkv, rows, HEADS: tl.constexpr, NOPE: tl.constexpr, SHARED: tl.constexpr, VALUE: tl.constexpr,
+            ROWS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    live = (row < rows)[:, None]
+    inside = (row < rows)[:, None]
+    end = tl.load(starts_k + sequences)
+    owned = (row < end)[:, None] & inside
     e = tl.arange(0, SHARED)[None, :]
     total = tl.zeros((ROWS, SHARED), tl.float32)
     for head in range(HEADS):
-        total += tl.load(parts + row[:, None] * (HEADS * SHARED) + head * SHARED + e, mask=live, other=0.0)
-    tl.store(out + row[:, None] * SHARED + e, total.to(out.dtype.element_ty), mask=live)
+        total += tl.load(parts + row[:, None] * (HEADS * SHARED) + head * SHARED + e, mask=owned, other=0.0)
+    tl.store(out + row[:, None] * SHARED + e, total.to(out.dtype.element_ty), mask=inside)
+    if tl.program_id(0) * ROWS + ROWS > end:
+        # No tile of `_keys` has these rows.
+        rest = (row >= end)[:, None] & inside
+        for head in range(HEADS):
+            at = dkv + row[:, None] * (HEADS * (NOPE + VALUE)) + head * (NOPE + VALUE)
+            tl.store(at + tl.arange(0, NOPE)[None, :], tl.zeros((ROWS, NOPE), dkv.dtype.element_ty), mask=rest)
+            tl.store(at + (NOPE + tl.arange(0, VALUE))[None, :], tl.zeros((ROWS, VALUE), dkv.dtype.element_ty), mask=rest)
 
 
 def backward(
     q: torch.Tensor, kv: torch.Tensor, k_shared: torch.Tensor, starts: torch.Tensor, starts_k: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
     grad: torch.Tensor, sizes: Sizes, scale: float, of_queries: Configuration = QUERIES_DEFAULT, of_keys: Configuration = KEYS_DEFAULT,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dq, dkv, dk_shared) in the inputs' dtype. Beside them: the gradient in that dtype, 4 bytes a query and head, and 4 * shared a key and head."""
+    """(dq, dkv, dk_shared) in the inputs' dtype, zeros for keys that no sequence has. Beside them: the gradient in that dtype, 4 bytes a query and head, and 4 * shared a key and head."""
     rounded = torch.empty(grad.shape, dtype=q.dtype, device=q.device)
     delta = row_numbers(sizes, starts)
     dq, dkv, dk_shared = (torch.empty_like(t) for t in (q, kv, k_shared))
@@ -185,7 +196,9 @@ def backward(
         q, kv, k_shared, rounded, *(described(numbers, 1, of_keys.queries) for numbers in (lse, delta)), starts, starts_k, tiles, dkv, parts, scale / math.log(2), scale, QUERIES=of_keys.queries, KEYS=of_keys.keys,
         STAGES=of_keys.stages, num_warps=of_keys.warps, **widths,
     )
-    _shared[(triton.cdiv(sizes.keys, 16),)](parts, dk_shared, sizes.keys, HEADS=sizes.heads, SHARED=sizes.shared, ROWS=16, num_warps=4, enable_fp_fusion=True)
+    _shared[(triton.cdiv(sizes.keys, 16),)](
+        parts, starts_k, starts_k.numel() - 1, dk_shared, dkv, sizes.keys, ROWS=16, num_warps=4, **widths,
+    )
     _queries[(of_tiles.shape[0], sizes.heads)](
         q, kv, k_shared, rounded, lse, delta, lse.stride(0), starts, starts_k, of_tiles, dq, of_tiles.shape[0], scale / math.log(2), scale, QUERIES=of_queries.queries,
         KEYS=of_queries.keys, STAGES=of_queries.stages, num_warps=of_queries.warps, **widths,

@@ -86,6 +86,24 @@ def test_prefill_in_pieces_has_the_bits_of_one_shot_where_pieces_are_tiles() -> 
         assert torch.equal(piece, whole[a:b])
 
 
+def test_keys_of_no_sequence_reach_neither_an_output_nor_a_gradient() -> None:
+    """Rows behind the last sequence's keys, as a padded cache leaves them: whatever they hold, and whatever the memory of the gradients held."""
+    q, kv, shared, begins, begins_k = inputs([5, 40], [50, 97])
+    behind = 70
+    unread = (torch.full((behind, *t.shape[1:]), float("nan"), dtype=t.dtype) for t in (kv, shared))
+    longer = [torch.cat(pair) for pair in zip((kv, shared), unread, strict=True)]
+    grad = torch.randn(45, HEADS, VALUE, generator=torch.Generator().manual_seed(9))
+    found = []
+    for pair, key in ((kv, shared), longer):
+        sizes = sizes_of(q, pair)
+        out, lse = triton_forward.forward(q, pair, key, begins, begins_k, sizes, SCALE, torch.float32, FORWARD)
+        found.append((out, *triton_backward.backward(q, pair, key, begins, begins_k, out, lse, grad, sizes, SCALE, BACKWARD, BACKWARD)))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(other[: len(one)], one)
+        assert not other[len(one) :].any()
+    assert len(found[1][2]) == len(kv) + behind
+
+
 @settings(max_examples=50, deadline=None)
 @given(lengths=st.lists(st.integers(0, 300), min_size=1, max_size=8), tile=st.sampled_from([32, 64, 128]))
 def test_every_row_of_every_sequence_is_in_one_tile(lengths: list[int], tile: int) -> None:
