@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "services": set(PACKAGES),
 }
 WITHOUT_TORCH = (
-    "messages/", "policy_store/", "environments/", "services/dispatcher/", "services/grader/", "services/policy_store/",
+    "messages/", "policy_store/", "environments/", "services/dispatcher/", "services/grader/", "services/gateway/", "services/policy_store/",
     "services/supervisor/", "services/audit/", "services/security/", "services/config.py", "services/config_text.py", "services/runtime.py", "services/telemetry.py",
     "services/publishing.py", "services/starting.py", "models/locate.py",
     *(f"models/gguf/{name}.py" for name in ("blocks", "file", "installed", "llama", "vocabulary")), "services/wiring.py", "src/driftline/cli.py", "src/driftline/commands/",
@@ -103,7 +103,7 @@ def test_files_that_promise_it_import_no_torch() -> None:
 
 
 @pytest.mark.parametrize("module", ["services.dispatcher.service", "services.grader.service", "services.policy_store.service", "services.wiring", "services.starting",
-                                    "services.grader.worker", "environments.source", "policy_store", "messages", "cli"])
+                                    "services.grader.worker", "services.gateway.app", "environments.source", "policy_store", "messages", "cli"])
 def test_importing_it_loads_no_torch(module: str) -> None:
     code = f"import sys, driftline.{module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0
