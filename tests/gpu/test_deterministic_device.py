@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 
@@ -120,21 +121,44 @@ def test_a_model_that_is_differentiated_computes_the_same_bits_and_has_gradients
             assert all(g is None or bool(g.isfinite().all()) for g in grads)
 
 
+Gradients = list[torch.Tensor]
+
+
+def gradients(model: CausalLM, row: torch.Tensor, routes: torch.Tensor | None, mode: Numerics) -> Gradients:
+    """Of the row's mean log-probability, in fp32, of every trained parameter; zeros of one that it does not reach."""
+    leaves = [p for p in model.parameters() if p.requires_grad]
+    with process_in(mode):
+        hidden = model(row, replay=routes).hidden[0, :-1]
+        loss = model.logprobs(hidden, row[0, 1:], 1.0)[0].mean()
+        found = torch.autograd.grad(loss, leaves, allow_unused=True)
+    return [torch.zeros_like(p, dtype=torch.float32) if g is None else g.float() for g, p in zip(found, leaves, strict=True)]
+
+
+def errors(found: Gradients, exact: Gradients) -> tuple[float, list[float]]:
+    """Relative to `exact`, of all parameters together and of each."""
+    apart = [(float((a - b).norm()), float(b.norm())) for a, b in zip(found, exact, strict=True)]
+    together = sum(off**2 for off, _ in apart) ** 0.5 / sum(size**2 for _, size in apart) ** 0.5
+    return together, [off / (size + 1e-6) for off, size in apart]
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_gradients_are_those_of_fast_mode_to_rounding(kind: str) -> None:
-    """Of the same routes, which a last bit may turn."""
+def test_gradients_are_as_near_to_fp32_as_those_of_fast_mode(kind: str) -> None:
+    """Of the same routes, which a last bit may turn. The same model with fp32 activations and products is what both are measured against: bfloat16 costs a parameter
+    about 0.05 of its gradient, one of few elements, over which less averages out, up to 0.12 (a layer's A_log has one a head)."""
     model, row = made(kind), rows(kind)[0][None]
     routes = model(row).routes.detach() if kind != "dense" else None
-    grads = []
-    for mode in Numerics:
-        with process_in(mode):
-            hidden = model(row, replay=routes).hidden[0, :-1]
-            loss = model.logprobs(hidden, row[0, 1:], 1.0)[0].mean()
-            grads.append(torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad], allow_unused=True))
-    for fast, exact in zip(*grads, strict=True):
-        if fast is not None:
-            assert exact is not None
-            assert (exact.float() - fast.float()).norm() <= 0.1 * fast.float().norm() + 1e-6
+    exact = gradients(deepcopy(model).float(), row, routes, Numerics.FAST)
+    of_fast, each_fast = errors(gradients(model, row, routes, Numerics.FAST), exact)
+    of_ours, each_ours = errors(gradients(model, row, routes, Numerics.DETERMINISTIC), exact)
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    worst = sorted(zip(each_ours, each_fast, names, strict=True), reverse=True)[:5]
+    print(f"{kind}: {of_ours:.4f} deterministic, {of_fast:.4f} fast; worst {worst}")
+    assert of_fast < 0.07
+    assert of_ours < 1.2 * of_fast
+    for ours, fast, gradient, name in zip(each_ours, each_fast, exact, names, strict=True):
+        bound = 0.1 if gradient.numel() > 64 else 0.2
+        assert max(ours, fast) < bound, (name, ours, fast)
+        assert ours < 1.6 * max(fast, of_fast), (name, ours, fast)
 
 
 @pytest.mark.parametrize("kind", ["k3", "k3_packed"])
