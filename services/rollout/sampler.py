@@ -21,8 +21,8 @@ _UNITS = 44
 """Bits of a weight: the likeliest token has 2^44, and 2^18 tokens of the same chance still add up within 63."""
 
 
-def draw(model: CausalLM, hidden: torch.Tensor, temperature: torch.Tensor, draws: np.ndarray | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """hidden [N, D] of the last positions, temperature [N], draws float64 [N] in [0, 1), or None for the likeliest token. Returns tokens int64 [N] and their
+def draw(model: CausalLM, hidden: torch.Tensor, temperature: torch.Tensor, draws: np.ndarray | torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """hidden [N, D] of the last positions, temperature [N], draws float64 [N] in [0, 1), on the host or the device, or None for the likeliest token. Returns tokens int64 [N] and their
     log-probabilities fp32 [N]."""
     logits = model.logits(hidden)
     if deterministic():
@@ -34,24 +34,28 @@ def draw(model: CausalLM, hidden: torch.Tensor, temperature: torch.Tensor, draws
     return tokens, torch.log_softmax(logits.float() / temperature[:, None], -1).gather(-1, tokens[:, None]).squeeze(-1)
 
 
-def sample(logits: torch.Tensor, temperature: torch.Tensor | float, draws: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+def sample(logits: torch.Tensor, temperature: torch.Tensor | float, draws: np.ndarray | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """logits [N, V], draws float64 [N] in [0, 1). Returns tokens int64 [N] and their log-probabilities fp32 [N]."""
     logp = scaled_log_softmax(logits, temperature)
     running = logp.double().exp().cumsum(-1)
-    point = torch.from_numpy(draws).to(running.device)[:, None] * running[:, -1:]
+    point = _on(running.device, draws)[:, None] * running[:, -1:]
     # right=True: a token of probability zero spans nothing and is never picked.
     tokens = torch.searchsorted(running, point, right=True).squeeze(-1).clamp_max(logits.shape[-1] - 1)
     return tokens, logp.gather(-1, tokens[:, None]).squeeze(-1).float()
 
 
-def choose(logits: torch.Tensor, temperature: torch.Tensor, draws: np.ndarray) -> torch.Tensor:
+def choose(logits: torch.Tensor, temperature: torch.Tensor, draws: np.ndarray | torch.Tensor) -> torch.Tensor:
     """The token int64 [N] of each draw, from logits [N, V] and temperature [N]: weights exp((logit - largest) / temperature) in units of 2^-44, rounded down, and
     their exact running sum. A token less likely than 2^-44 of the likeliest is not drawn. At most 2^18 tokens."""
     below = (logits - logits.amax(-1, keepdim=True)).double() / temperature.double()[:, None]
     running = (exp(below) * 2.0**_UNITS).long().cumsum(-1)
-    point = (torch.from_numpy(draws).to(running.device) * running[:, -1].double()).long()
+    point = (_on(running.device, draws) * running[:, -1].double()).long()
     point = torch.minimum(point, running[:, -1] - 1)[:, None]
     return torch.searchsorted(running, point, right=True).squeeze(-1)
+
+
+def _on(device: torch.device, draws: np.ndarray | torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(draws).to(device) if isinstance(draws, np.ndarray) else draws
 
 
 def greedy(logits: torch.Tensor) -> torch.Tensor:

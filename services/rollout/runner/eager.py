@@ -1,0 +1,133 @@
+"""The runner that launches every operator itself: on any device, for any shape, with or without adapters. What graphs are compared with, and fall back to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+
+from driftline.models.causal_lm import CausalLM
+from driftline.models.packed import Packed
+from driftline.services.rollout.randomness import device_uniforms
+from driftline.services.rollout.runner.batch import DecodeBatch, PrefillBatch, Sampled
+from driftline.services.rollout.runner.staging import Fetch, Inputs, Shape, Staged, sent
+from driftline.services.rollout.runner.step import Computed, Greedy, Outputs, Rule, Taps, drawn, step
+
+if TYPE_CHECKING:
+    from driftline.models.paged import Pool
+
+__all__ = ["Adapters", "EagerRunner", "Pending", "Runner"]
+
+
+class Adapters(Protocol):
+    """A bank of adapters, as far as a step needs it."""
+
+    def rows(self, index: Sequence[int], packed: Packed | None = None) -> AbstractContextManager[None]: ...
+
+
+class Pending(NamedTuple):
+    """A step that was launched."""
+
+    fetch: Fetch
+    hidden: torch.Tensor
+    judged: bool = False
+    taps: torch.Tensor | None = None
+
+    def result(self) -> Sampled:
+        """Wait for it, once."""
+        tokens, logprobs, routes, *accepted = self.fetch.arrays()
+        return Sampled(tokens, logprobs, routes, self.hidden, accepted[0] if self.judged else None, self.taps)
+
+
+class Runner(Protocol):
+    """What the engine asks of whoever computes its steps. Several steps may be launched before the first is waited for; they run in that order."""
+
+    def begin_prefill(self, batch: PrefillBatch) -> Pending: ...
+
+    def begin_decode(self, batch: DecodeBatch) -> Pending: ...
+
+    def prefill(self, batch: PrefillBatch) -> Sampled: ...
+
+    def decode(self, batch: DecodeBatch) -> Sampled: ...
+
+    def weights_changed(self) -> None:
+        """The weights were replaced: what was prepared for others must be given up."""
+
+
+class EagerRunner:
+    """greedy: every row takes its likeliest token. rule: judges the drafts of a window (None: each position is drawn as plain decoding draws it). bank: the model's
+    adapters. taps: hands out what a drafter wants of a forward's hidden states."""
+
+    def __init__(
+        self, model: CausalLM, pool: Pool, *, greedy: bool = False, rule: Rule | None = None, bank: Adapters | None = None, taps: Taps | None = None,
+    ) -> None:
+        self.model, self.pool, self.greedy, self.rule, self.bank, self.taps = model, pool, greedy, rule, bank, taps
+        self.device: torch.device = model.lm_head.weight.device
+
+    @torch.inference_mode()
+    def begin_prefill(self, batch: PrefillBatch) -> Pending:
+        """Launch a prefill."""
+        from driftline.models.paged import prefill
+
+        packed = Packed.of(tuple(batch.counts), self.device)
+        tokens, slots, tables, context = (sent(x, self.device) for x in (batch.tokens, batch.slots, batch.tables, batch.context))
+        with self._adapters(batch.adapters, batch.rows, packed):
+            out = prefill(self.model, self.pool, tokens, packed, slots, tables, context, contexts=batch.context.tolist())
+            tapped = None if self.taps is None else self.taps()
+            hidden = out.hidden.index_select(0, packed.bounds[1:] - 1)
+            routes = out.routes.to(torch.int16)
+            if not batch.sample:
+                nothing = tokens.new_zeros(batch.rows, 0)
+                return Pending(Fetch([nothing, nothing.float(), routes]), hidden[:, None], taps=tapped)
+            draws = device_uniforms(sent(batch.keys, self.device), sent(batch.positions, self.device))
+            sampled, logprobs = drawn(self.model, hidden, sent(batch.temperatures, self.device), draws, self._greedy(batch))
+        return Pending(Fetch([sampled[:, None], logprobs[:, None], routes]), hidden[:, None], taps=tapped)
+
+    @torch.inference_mode()
+    def begin_decode(self, batch: DecodeBatch) -> Pending:
+        """Launch a step of decoding, or of scoring drafts."""
+        staged = Staged(shape_of(batch), self.device)
+        staged.load(batch)
+        with self._adapters(batch.adapters, batch.rows, None):
+            out = step(self.model, self._forward, staged.inputs, self._greedy(batch), self.rule, self.taps)
+        return pending(out, batch.rows)
+
+    def prefill(self, batch: PrefillBatch) -> Sampled:
+        """Launch a prefill and wait for it."""
+        return self.begin_prefill(batch).result()
+
+    def decode(self, batch: DecodeBatch) -> Sampled:
+        """Launch a step and wait for it."""
+        return self.begin_decode(batch).result()
+
+    def weights_changed(self) -> None:
+        """Nothing is prepared for them."""
+
+    def _forward(self, inputs: Inputs) -> Computed:
+        from driftline.models.paged import decode
+
+        return decode(self.model, self.pool, inputs.tokens, inputs.slots, inputs.tables, inputs.lengths, inputs.accepted)
+
+    def _greedy(self, batch: DecodeBatch | PrefillBatch) -> Greedy:
+        likeliest = batch.temperatures <= 0
+        return Greedy(some=bool(likeliest.any()), every=self.greedy or bool(likeliest.all()))
+
+    def _adapters(self, adapters: Sequence[int] | None, rows: int, packed: Packed | None) -> AbstractContextManager[Any]:
+        if self.bank is None:
+            if adapters is not None and max(adapters) >= 0:
+                raise ValueError(f"a row has the adapter {max(adapters)} and the runner has no bank; give it the model's")
+            return nullcontext()
+        return self.bank.rows([-1] * rows if adapters is None else adapters, packed)
+
+
+def shape_of(batch: DecodeBatch) -> Shape:
+    """The batch's own, without padding."""
+    return Shape(batch.rows, batch.window, batch.pages, batch.accepted is not None, 0 if batch.probs is None else int(batch.probs.shape[2]))
+
+
+def pending(out: Outputs, rows: int) -> Pending:
+    """The first `rows` of a step's results, on their way."""
+    wanted = [t[:rows] for t in (out.tokens, out.logprobs, out.routes, out.accepted) if t is not None]
+    return Pending(Fetch(wanted), out.hidden[:rows], out.accepted is not None, None if out.taps is None else out.taps[:rows])
