@@ -105,12 +105,12 @@ class LatentMoe(nn.Module):
         shared = config.num_shared_experts * config.moe_intermediate_size
         self.shared_experts = DenseMlp(hidden, shared, config) if shared else None
 
-    def forward(self, x: torch.Tensor, replay: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """x [..., D]; replay [..., k] recorded ids (int16 or int64; a row with -1 has none and chooses for itself) or None. Returns [..., D] and the ids used
-        [..., k] int64. The selection bias chooses and never weighs, so a replayed row does not read it."""
+    def forward(self, x: torch.Tensor, replay: torch.Tensor | None = None, complete: bool | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [..., D]; replay [..., k] recorded ids (int16 or int64; a row with -1 has none and chooses for itself) or None; complete: as `routed` takes it. Returns
+        [..., D] and the ids used [..., k] int64. The selection bias chooses and never weighs, so a replayed row does not read it."""
         flat = x.reshape(-1, x.shape[-1])
         wanted = None if replay is None else replay.reshape(-1, replay.shape[-1])
-        ids, gates = routed(flat, self.gate.weight, self.gate.e_score_correction_bias, self.top_k, self.scaling, wanted)
+        ids, gates = routed(flat, self.gate.weight, self.gate.e_score_correction_bias, self.top_k, self.scaling, wanted, complete)
         mixed = self.experts(self.routed_expert_down_proj(flat), ids, gates, *self.betas)
         out = self.routed_expert_up_proj(self.routed_expert_norm(mixed))
         if self.shared_experts is not None:

@@ -25,6 +25,7 @@ from driftline.models.mlp import DenseMlp, LatentMoe
 from driftline.models.packed import Packed
 from driftline.models.packed_layers import PackedColumns
 from driftline.models.recompute import Recompute, recomputed
+from driftline.models.routes import is_complete
 
 __all__ = ["K3ForCausalLM"]
 
@@ -62,9 +63,11 @@ class Stream(NamedTuple):
 
 @dataclass
 class Decided:
-    """What a layer's first run decided: its experts [B, T, k], and the bank with its row (outside of autograd). A recomputation reads it again."""
+    """What a layer's first run decided: its experts [B, T, k], and the bank with its row (outside of autograd). A recomputation reads it again. complete: whether
+    experts that are given are so for every token (None: ask)."""
 
     routes: torch.Tensor | None = None
+    complete: bool | None = None
     written: Bank | None = None
 
 
@@ -99,7 +102,8 @@ class DecoderLayer(nn.Module):
         prefix, delta = (out, None) if self.opens_block else (prefix, out)
         normed, prefix = self.mlp_res(bank, prefix, delta, self.post_attention_layernorm)
         if self.moe:
-            delta, decided.routes = self.block_sparse_moe(normed, decided.routes)
+            delta, decided.routes = self.block_sparse_moe(normed, decided.routes, decided.complete)
+            decided.complete = True
         else:
             delta = self.mlp(normed)
         return Stream(bank, prefix, delta), state
@@ -176,8 +180,9 @@ class K3ForCausalLM(CausalLM):
         stream = Stream(Bank.empty(batch * steps, rows, embedded.shape[-1], dtype=embedded.dtype, device=embedded.device), embedded, None)
         states: list[LayerState] = []
         routes: list[torch.Tensor] = []
+        complete = is_complete(replay)
         for layer, held in zip(layers, cache.layers, strict=True):
-            decided = Decided(replay[:, :, len(routes)] if replay is not None and layer.moe else None)
+            decided = Decided(replay[:, :, len(routes)] if replay is not None and layer.moe else None, complete)
             run = partial(layer, stream, held, at, decided)
             stream, state = recomputed(run) if self.recompute is Recompute.LAYERS else run()
             if keep:

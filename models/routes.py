@@ -17,7 +17,7 @@ import torch
 from driftline.kernels.moe import route
 from driftline.models.flips import Flips
 
-__all__ = ["FlipCount", "RouteShape", "counting_flips", "routed"]
+__all__ = ["FlipCount", "RouteShape", "counting_flips", "is_complete", "routed"]
 
 
 @dataclass(frozen=True)
@@ -65,24 +65,30 @@ def counting_flips() -> Iterator[FlipCount]:
         _counting.reset(token)
 
 
+def is_complete(replay: torch.Tensor | None) -> bool | None:
+    """Whether every row of a table of recorded ids [..., k] has a record; None of no table. Waits for the device."""
+    return None if replay is None else bool((replay >= 0).all())
+
+
 def routed(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, top_k: int, scaling: float, replay: torch.Tensor | None = None
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, top_k: int, scaling: float, replay: torch.Tensor | None = None, complete: bool | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The experts of x [N, D] and their gates: ids int64 [N, k] and gates [N, k] in at least fp32, of router weight [E, D] and selection bias [E].
 
-    replay [N, k], integers: recorded ids, distinct within a row; a row with a negative one has none. Whether there is such a row is read on the host. Raises
-    ValueError where shapes do not fit.
+    replay [N, k], integers: recorded ids, distinct within a row; a row with a negative one has none. complete: whether there is no such row, as `is_complete` of
+    all layers' table says once for a forward; None: it is read on the host here. Raises ValueError where shapes do not fit.
     """
     if replay is None:
         return route(x, weight, bias, top_k, scaling)
     if replay.shape != (x.shape[0], top_k):
         raise ValueError(f"replay: {tuple(replay.shape)}; give one list of {top_k} recorded ids for each of the {x.shape[0]} rows, of -1 where there is no record")
     recorded = replay.long()
-    present = (recorded >= 0).all(-1)
     count = _counting.get()
-    complete = bool(present.all())
+    if complete is None:
+        complete = is_complete(recorded)
     if count is None and complete:
         return route(x, weight, bias, top_k, scaling, recorded)
+    present = (recorded >= 0).all(-1)
     with torch.no_grad():
         own, _ = route(x.detach(), weight.detach(), bias, top_k, scaling)
     if count is not None:

@@ -65,9 +65,9 @@ def test_the_second_run_writes_no_row_and_chooses_no_expert(monkeypatch: pytest.
     rows: list[int] = []
     forward, write = LatentMoe.forward, Bank.write
 
-    def routed(self: LatentMoe, x: torch.Tensor, replay: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def routed(self: LatentMoe, x: torch.Tensor, replay: torch.Tensor | None = None, complete: bool | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         asked.append(replay is not None)
-        return forward(self, x, replay)
+        return forward(self, x, replay, complete)
 
     def written_by(self: Bank, prefix: torch.Tensor) -> Bank:
         rows.append(self.rows)

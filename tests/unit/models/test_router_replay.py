@@ -265,6 +265,32 @@ def test_adapters_move_the_gates_and_not_the_ids() -> None:
     assert torch.allclose(gates, scores / scores.sum(-1, keepdim=True), atol=1e-12)
 
 
+@pytest.mark.parametrize("recompute", list(Recompute))
+@pytest.mark.parametrize("holes", [False, True])
+def test_a_table_is_asked_for_holes_once_a_forward(holes: bool, recompute: Recompute) -> None:
+    """And not in every layer: on a device the answer waits for all that was launched before."""
+    model, tokens = random_model(), random_tokens(1, 8)
+    model.recompute = recompute
+    replay = other_ids(model(tokens).routes)
+    assert replay.shape[2] > 1
+    if holes:
+        replay[:, 3] = -1
+    waits: list[torch.Tensor] = []
+    truth = torch.Tensor.__bool__
+
+    def read(self: torch.Tensor) -> bool:
+        waits.append(self)
+        return truth(self)
+
+    with mock.patch.object(torch.Tensor, "__bool__", read):
+        out = model(tokens, replay=replay)
+        assert len(waits) == 1
+        out.hidden.sum().backward()
+    assert len(waits) == 1
+    assert torch.equal(out.routes[:, :3], replay[:, :3])
+    assert bool((out.routes >= 0).all())
+
+
 def test_flips_are_those_of_a_free_pass_over_the_same_rows() -> None:
     layer, x = moe(), rows(40)
     own = layer(x)[1]
