@@ -16,7 +16,10 @@ from torch.utils._pytree import tree_leaves
 
 __all__ = ["HostRead", "Watch"]
 
-_READS = ("_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount")
+_READS = frozenset((
+    "_local_scalar_dense", "item", "is_nonzero", "equal", "allclose", "nonzero", "nonzero_numpy", "argwhere", "masked_select", "bincount", "_unique", "_unique2",
+    "unique_dim", "unique_consecutive",
+))
 """Operations whose results, or their shapes, the host waits for."""
 
 
@@ -33,24 +36,37 @@ class Watch(TorchDispatchMode):
         self._made: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        name = func.overloadpacket.__name__
-        given = [x for x in tree_leaves((args, dict(kwargs or {}))) if isinstance(x, torch.Tensor)]
-        if name in _READS or (name == "index" and any(t.dtype in (torch.bool, torch.uint8) for t in given[1:])):
-            raise HostRead(f"aten.{name} waits for a value{_place()}")
-        if name == "repeat_interleave" and (kwargs or {}).get("output_size") is None and func._overloadname != "self_int":
-            raise HostRead(f"aten.repeat_interleave without output_size waits for a length{_place()}")
-        out = func(*args, **(kwargs or {}))
+        kwargs = dict(kwargs or {})
+        given = _tensors((args, kwargs))
+        refusal = _refusal(func, args, kwargs, given)
+        if refusal:
+            raise HostRead(f"aten.{func.overloadpacket.__name__} {refusal}{_place()}")
+        out = func(*args, **kwargs)
         for tensor in given:
-            memory = _memory(tensor)
-            if memory not in self._made:
-                self.outside.setdefault(memory, tensor)
-        made = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
-        kinds = {t.device.type for t in given}
-        crosses = name == "copy_" and len(kinds) > 1 if given and made and made[0] is given[0] else bool(given) and not {t.device.type for t in made} <= kinds
-        if crosses:
-            raise HostRead(f"aten.{name} copies between the host and the device{_place()}")
-        self._made.update(_memory(t) for t in made if _memory(t) not in self.outside)
+            if _memory(tensor) not in self._made:
+                self.outside.setdefault(_memory(tensor), tensor)
+        self._made.update(_memory(t) for t in _tensors(out) if _memory(t) not in self.outside)
         return out
+
+
+def _refusal(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], given: Sequence[torch.Tensor]) -> str:
+    """Why the operation may not be captured; empty when it may."""
+    name = func.overloadpacket.__name__
+    by_mask = name in ("index", "index_put", "index_put_") and any(t.dtype in (torch.bool, torch.uint8) for t in _tensors(args[1]))
+    if name in _READS or by_mask or (name == "where" and len(args) == 1):
+        return "waits for a value"
+    if name == "repeat_interleave" and func._overloadname != "self_int" and kwargs.get("output_size") is None:
+        return "waits for a length"
+    if name in ("copy_", "_to_copy", "to"):
+        wanted = [x for x in (*args[1:], *kwargs.values()) if isinstance(x, (torch.device, torch.Tensor))]
+        kinds = {(x if isinstance(x, torch.device) else x.device).type for x in wanted}
+        if given and kinds - {given[0].device.type}:
+            return "copies between the host and the device"
+    return ""
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [x for x in tree_leaves(tree) if isinstance(x, torch.Tensor)]
 
 
 def _memory(tensor: torch.Tensor) -> int:
