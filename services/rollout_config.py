@@ -49,6 +49,7 @@ class RolloutConfig(Section):
 
     `cache_mb`, `host_cache_mb`: memory for cached tokens and states on the device (0: by what is free) and, behind it, on the host. `prefill_tokens`: at most so
     many prompt tokens are computed beside a step of decoding. `queue_mb`: requests that wait, at most. `drafter`: a directory of `driftline drafter train`.
+    `engine_files`: a directory that the server at `engine_url` reads too; versions are laid there.
     """
 
     engines: int = Field(default=2, ge=1, le=1024)
@@ -65,6 +66,7 @@ class RolloutConfig(Section):
     cuda_graphs: bool = True
     engine: EngineKind = EngineKind.DRIFTLINE
     engine_url: str = ""
+    engine_files: str = ""
     policy_update: PolicyUpdate = PolicyUpdate.IN_FLIGHT
     threads: int = Field(default=1, ge=1)
     device: Device = "cpu"
@@ -78,4 +80,6 @@ class RolloutConfig(Section):
             raise ValueError("speculation = 'drafter' needs rollout.drafter: a directory that driftline drafter train wrote; or use 'ngram'")
         if (self.engine is EngineKind.DRIFTLINE) != (not self.engine_url):
             raise ValueError(f"engine = '{self.engine}' with engine_url = '{self.engine_url}': give a server's address with engine = 'vllm' or 'sglang', and only with these")
+        if self.engine_url and not self.engine_files:
+            raise ValueError(f"engine = '{self.engine}' has no engine_files: name a directory that the server at {self.engine_url} reads too")
         return self
