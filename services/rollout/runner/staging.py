@@ -104,17 +104,20 @@ def sent(array: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 class Fetch:
-    """Results on their way to the host."""
+    """Results on their way to the host: what the tensors hold when this is made, whatever is written to them later."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._host, self._done = [t.detach() for t in tensors], None
+        self._done: torch.cuda.Event | None = None
         if tensors and tensors[0].device.type == "cuda":
             self._host = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in tensors]
             self._done = torch.cuda.Event()
             self._done.record()
+        else:
+            self._host = [t.clone() for t in tensors]
 
     def arrays(self) -> list[np.ndarray]:
-        """Wait for the device, and take copies that are the caller's."""
-        if self._done is not None:
-            self._done.synchronize()
+        """Wait for the device. The arrays are the caller's, and page-locked memory is not kept for them."""
+        if self._done is None:
+            return [host.numpy() for host in self._host]
+        self._done.synchronize()
         return [host.numpy().copy() for host in self._host]
