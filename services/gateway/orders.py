@@ -80,6 +80,7 @@ def read_order(route: Route, raw: bytes, card: ModelCard, text: Text, *, session
     session = body.string("session_id") or session
     priority = body.integer("priority", 0)
     stream, include_usage = body.flag("stream"), _stream_options(body)
+    prompts: tuple[tuple[int, ...], ...]
     match route:
         case Route.GENERATE:
             prompts = (_ids(body, "token_ids", body.take("token_ids"), text),)

@@ -12,7 +12,6 @@ from driftline.messages.types import Finish
 from driftline.models.tokenizer import ByteTokenizer, Role, Turn
 from driftline.services.gateway.client import Ask, EngineBusy, EngineFailed, Message, ModelCard, Piece
 
-
 CARD = ModelCard("tiny", 512, version=7, adapters=("tuned",), created=1_700_000_000)
 
 
