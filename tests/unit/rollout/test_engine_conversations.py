@@ -56,7 +56,7 @@ def test_without_a_tokenizer_prompts_are_bytes_as_ever() -> None:
 
 
 def test_a_completion_ends_at_any_of_the_ends() -> None:
-    """A model that ends its turn with an id its tokenizer does not call eos would be sampled up to the limit, every time."""
+    """A model that ends its turn with an id its tokenizer does not call eos would be sampled up to the limit, every time. (L24)"""
     model = policy(stops=False)
     plain = Engine(model, version=0)
     for i in range(4):
@@ -80,7 +80,7 @@ def test_a_completion_ends_at_any_of_the_ends() -> None:
 
 
 def test_the_end_is_trained_on_where_padding_is_the_same_id() -> None:
-    """SmolLM2 pads with its end: a mask by value would drop the one token that says where to stop."""
+    """SmolLM2 pads with its end: a mask by value would drop the one token that says where to stop. (L23)"""
     tokenizer = Chatty()
     tokenizer.pad = 257  # type: ignore[misc]
     engine = Engine(policy(), version=0, tokenizer=tokenizer)
