@@ -48,6 +48,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 @pytest.fixture(autouse=True)
 def deterministic() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     yield
     torch.use_deterministic_algorithms(False)
 
@@ -117,6 +118,19 @@ def step(which: str, changes: dict[str, Any], *, lora: bool = False, dtype: torc
 def test_layers_that_are_run_again_give_the_same_gradient_bits(which: str, lora: bool) -> None:
     kept, again = (step(which, {"micro_batch_tokens": 512, "recompute": how}, lora=lora)[0] for how in ("none", "layers"))
     assert torch.equal(kept, again)
+
+
+@pytest.mark.parametrize("which", ["k3", "dense"])
+@pytest.mark.parametrize("budget", [0, 512])
+def test_a_gradient_is_made_of_nothing_that_memory_held_before(which: str, budget: int) -> None:
+    """Right-padded rows behind cached prompts of several lengths too: some cached columns are nobody's."""
+    fresh, _ = step(which, {"micro_batch_tokens": budget})
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+    for _ in range(2):
+        poison = [torch.full((size,), torch.nan, device="cuda") for size in (2**8, 2**14, 2**18, 2**22, 2**26) for _ in range(32)]
+        del poison
+        found, _ = step(which, {"micro_batch_tokens": budget})
+        assert torch.equal(found, fresh)
 
 
 def test_packs_give_the_gradient_of_the_padded_batch_and_float32_parameters_nearly_the_same() -> None:

@@ -60,6 +60,18 @@ def test_outputs_and_gradients_are_near_fp64(queries: list[int], keys: list[int]
     assert [t.dtype for t in found] == [torch.float32, *[torch.bfloat16] * 3]
 
 
+@pytest.mark.parametrize("behind", [1, 15, 130])
+def test_keys_of_no_sequence_reach_neither_an_output_nor_a_gradient(behind: int) -> None:
+    """Rows behind the last sequence's keys, as a padded cache leaves them, whatever they hold."""
+    bounds = starts([64, 1, 130]), starts([500, 257, 400])
+    given = inputs(195, 1157, heads=8)
+    longer = (given[0], *(torch.cat([t, torch.full((behind, *t.shape[1:]), torch.nan, dtype=t.dtype, device="cuda")]) for t in given[1:]))
+    grad = torch.randn(195, 8, VALUE, device="cuda")
+    for one, other in zip(both_ways(given, grad, *bounds), both_ways(longer, grad, *bounds), strict=True):
+        assert torch.equal(one, other[: len(one)])
+        assert not other[len(one) :].any()
+
+
 def test_all_heads_of_k3_and_no_worse_than_torch_in_bfloat16() -> None:
     given = inputs(600, 600)
     grad = torch.randn(600, 96, VALUE, device="cuda")
