@@ -18,6 +18,7 @@ from driftline.kernels.rmsnorm import rmsnorm
 from driftline.kernels.short_conv import short_conv
 from driftline.models.cache import KdaState, MlaRows
 from driftline.models.config import K3Config
+from driftline.models.held import Decay, HeldKda, HeldLatents
 from driftline.models.latent_attention import Columns, Heads, attend
 from driftline.models.linear import Linear
 from driftline.models.packed import Packed
@@ -82,25 +83,35 @@ class KdaAttention(nn.Module):
                 nn.init.uniform_(conv.weight, -0.5, 0.5)
 
     def forward(
-        self, x: torch.Tensor, cache: KdaState, lengths: torch.Tensor | None, real: torch.Tensor | None, packed: Packed | None = None,
-    ) -> tuple[torch.Tensor, KdaState]:
+        self, x: torch.Tensor, cache: KdaState | HeldKda, lengths: torch.Tensor | None = None, real: torch.Tensor | None = None, packed: Packed | None = None,
+    ) -> tuple[torch.Tensor, KdaState | HeldKda]:
         """x [B, T, D]; real [B, T] bool or None when every position is real. Returns [B, T, D] and the state after the real positions.
 
-        packed: x is [1, N, D] and the states are of its sequences.
+        packed: x is [1, N, D] and the states are of its sequences. States in a pool know whose the tokens are: nothing but x is given with them.
         """
         batch, steps, _ = x.shape
         raw = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=-1)
         weight = torch.cat([self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight]).squeeze(1)
-        mixed, tail = short_conv(raw, weight, cache.tail, lengths) if packed is None else convolve_packed(raw, weight, cache.tail, packed)
-        q, k, v = mixed.view(batch, steps, 3, self.heads, self.dim).unbind(2)
         z, beta = self.f_b_proj(self.f_a_proj(x)).view(batch, steps, self.heads, self.dim), self.b_proj(x)
-        if real is not None:
-            z, beta = z.masked_fill(~real[..., None, None], PADDING), beta.masked_fill(~real[..., None], PADDING)
-        bounds = None if packed is None else packed.bounds32
-        o, state = kda(q, k, v, z, beta, self.A_log, self.dt_bias, lower_bound=self.lower_bound, initial_state=cache.state, cu_seqlens=bounds)
+        after: KdaState | HeldKda = cache
+        if isinstance(cache, KdaState):
+            mixed, tail = short_conv(raw, weight, cache.tail, lengths) if packed is None else convolve_packed(raw, weight, cache.tail, packed)
+            q, k, v = mixed.view(batch, steps, 3, self.heads, self.dim).unbind(2)
+            if real is not None:
+                z, beta = z.masked_fill(~real[..., None, None], PADDING), beta.masked_fill(~real[..., None], PADDING)
+            bounds = None if packed is None else packed.bounds32
+            o, state = kda(q, k, v, z, beta, self.A_log, self.dt_bias, lower_bound=self.lower_bound, initial_state=cache.state, cu_seqlens=bounds)
+            after = KdaState(tail, state)
+        else:
+            o = cache.advanced(raw, weight, z, beta, self.decay)
         gate = (self.g_proj(x) if self.full_rank_gate else self.g_b_proj(self.g_a_proj(x))).view_as(o)
         gated = gated_norm(o, self.o_norm.weight, gate, self.o_norm.eps)
-        return self.o_proj(gated.reshape(batch, steps, self.heads * self.dim)), KdaState(tail, state)
+        return self.o_proj(gated.reshape(batch, steps, self.heads * self.dim)), after
+
+    @property
+    def decay(self) -> Decay:
+        """What the gate's decay is made of."""
+        return Decay(self.A_log, self.dt_bias, self.lower_bound)
 
 
 class MlaAttention(nn.Module):
@@ -128,9 +139,11 @@ class MlaAttention(nn.Module):
     def initial(self, batch: int, like: torch.Tensor) -> MlaRows:
         return MlaRows(like.new_zeros(batch, 0, self.rank + self.rope))
 
-    def forward(self, x: torch.Tensor, cache: MlaRows, columns: Columns | PackedColumns) -> tuple[torch.Tensor, MlaRows]:
+    def forward(
+        self, x: torch.Tensor, cache: MlaRows | HeldLatents, columns: Columns | PackedColumns | None
+    ) -> tuple[torch.Tensor, MlaRows | HeldLatents]:
         """x [B, T, D]; columns: of the cache's rows and of x's, which are there; of a pack, x is [1, N, D]. Returns [B, T, D] and the rows, the new ones behind
-        the cached."""
+        the cached. Rows in a pool take the new ones in place and know whose they are: columns is None."""
         batch, steps, _ = x.shape
         q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))).view(batch, steps, self.heads, self.nope + self.rope)
         latent, shared = self.kv_a_proj_with_mqa(x).split([self.rank, self.rope], dim=-1)
@@ -139,12 +152,18 @@ class MlaAttention(nn.Module):
         adapted = getattr(self.kv_b_proj, "latent_update", None)
         heads = Heads(self.kv_b_proj.weight.view(self.heads, -1, self.rank), self.kv_b_proj, self.nope, self.scale,
                       None if adapted is None else adapted(self.heads, self.nope))
-        if isinstance(columns, PackedColumns):
+        after: MlaRows | HeldLatents = cache
+        if not isinstance(cache, MlaRows):
+            o = cache.attended(q, new, heads)
+        elif isinstance(columns, PackedColumns):
             o, rows = attend_packed(q[0], cache.rows, new[0], heads, columns)
+            after = MlaRows(rows)
         else:
+            assert columns is not None
             rows = torch.cat([cache.rows, new], dim=1)
             o = attend(q, rows, heads, columns)
+            after = MlaRows(rows)
         o = o.reshape(batch, steps, self.heads * self.v_dim)
         if self.gated:
             o = o * sigmoid(self.g_proj(x))
-        return self.o_proj(o), MlaRows(rows)
+        return self.o_proj(o), after

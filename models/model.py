@@ -7,6 +7,7 @@ that layer's input was mixed and before its attention output is added.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -16,9 +17,10 @@ from torch import nn
 
 from driftline.kernels.attention_residual import Aggregated, Bank, OutputNorm, aggregate
 from driftline.models.attention import KdaAttention, MlaAttention, RMSNorm
-from driftline.models.cache import Cache, KdaState, LayerState, MlaRows
+from driftline.models.cache import Cache, LayerState
 from driftline.models.causal_lm import CausalLM, ModelOutput
 from driftline.models.config import K3Config
+from driftline.models.held import Held
 from driftline.models.latent_attention import Columns
 from driftline.models.linear import Linear
 from driftline.models.mlp import DenseMlp, LatentMoe
@@ -44,11 +46,12 @@ class Residual(nn.Module):
 
 
 class Positions(NamedTuple):
-    """Where the tokens of a forward stand: lengths and real of right-padded rows (None: all real), or a pack; columns: what latent attention sees."""
+    """Where the tokens of a forward stand: lengths and real of right-padded rows (None: all real), or a pack; columns: what latent attention sees. None of it
+    where the layers' states are in a pool."""
 
     lengths: torch.Tensor | None
     real: torch.Tensor | None
-    columns: Columns | PackedColumns
+    columns: Columns | PackedColumns | None
     packed: Packed | None
 
 
@@ -86,18 +89,16 @@ class DecoderLayer(nn.Module):
             self.mlp = DenseMlp(config.hidden_size, config.intermediate_size, config)
         self.moe = config.is_moe(index)
 
-    def forward(self, stream: Stream, held: LayerState, at: Positions, decided: Decided) -> tuple[Stream, LayerState]:
+    def forward(self, stream: Stream, held: LayerState | Held, at: Positions, decided: Decided) -> tuple[Stream, LayerState | Held]:
         """One layer over the tokens. `decided.routes` are the experts to use where they are given, and those that were used afterwards."""
         bank, prefix, delta = stream
         normed, prefix = self.self_attention_res(bank, prefix, delta, self.input_layernorm)
         if self.opens_block:
             bank = _written(bank, prefix, decided)
-        state: LayerState
+        state: LayerState | Held
         if isinstance(self.self_attn, KdaAttention):
-            assert isinstance(held, KdaState)
             out, state = self.self_attn(normed, held, at.lengths, at.real, at.packed)
         else:
-            assert isinstance(held, MlaRows)
             out, state = self.self_attn(normed, held, at.columns)
         prefix, delta = (out, None) if self.opens_block else (prefix, out)
         normed, prefix = self.mlp_res(bank, prefix, delta, self.post_attention_layernorm)
@@ -152,7 +153,7 @@ class K3ForCausalLM(CausalLM):
 
     def empty_cache(self, batch: int) -> Cache:
         like = self.model.embed_tokens.weight
-        layers = tuple(layer.self_attn.initial(batch, like) for layer in self._layers())
+        layers = tuple(layer.self_attn.initial(batch, like) for layer in self.decoder_layers())
         return Cache(layers, torch.zeros(batch, 0, dtype=torch.bool, device=like.device),
                      torch.zeros(batch, dtype=torch.int64, device=like.device))
 
@@ -160,7 +161,7 @@ class K3ForCausalLM(CausalLM):
         like = self.model.embed_tokens.weight
         return like.new_zeros(1, 0, like.shape[1])
 
-    def _layers(self) -> list[DecoderLayer]:
+    def decoder_layers(self) -> list[DecoderLayer]:
         return [layer for layer in self.model.layers if isinstance(layer, DecoderLayer)]
 
     def forward(
@@ -175,7 +176,7 @@ class K3ForCausalLM(CausalLM):
             return ModelOutput(self._nothing(), cache, tokens.new_zeros(1, 0, self.config.moe_layers, self.config.num_experts_per_token))
         at, now = _positions(tokens, lengths, cache, packed, keep=keep)
         embedded: torch.Tensor = self.model.embed_tokens(tokens)
-        layers = self._layers()
+        layers = self.decoder_layers()
         rows = sum(layer.opens_block for layer in layers)
         stream = Stream(Bank.empty(batch * steps, rows, embedded.shape[-1], dtype=embedded.dtype, device=embedded.device), embedded, None)
         states: list[LayerState] = []
@@ -192,8 +193,33 @@ class K3ForCausalLM(CausalLM):
         hidden = self.model.output_attn_res(stream.bank, stream.prefix, stream.delta, self.model.norm).mixed
         grown: torch.Tensor | int = packed.lengths_s if packed is not None else steps if lengths is None else lengths
         after = Cache(tuple(states), torch.cat([cache.valid, now], dim=1), cache.lengths + grown) if keep else cache
-        stacked = torch.stack(routes, dim=2) if routes else tokens.new_zeros(batch, steps, 0, 1)
-        return ModelOutput(hidden, after, stacked)
+        return ModelOutput(hidden, after, routes)
+
+    def over(self, tokens: torch.Tensor, held: Sequence[Held]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden states [B, T, D] and routes [B, T, moe layers, k] of tokens [B, T] over a state of each layer that is held in a pool, which it changes."""
+        hidden, routes, _ = self._through(tokens, held, Positions(None, None, None, None), None, keep=False)
+        return hidden, routes
+
+    def _through(
+        self, tokens: torch.Tensor, layer_states: Sequence[LayerState | Held], at: Positions, replay: torch.Tensor | None, *, keep: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, list[LayerState]]:
+        batch, steps = tokens.shape
+        embedded: torch.Tensor = self.model.embed_tokens(tokens)
+        layers = self.decoder_layers()
+        rows = sum(layer.opens_block for layer in layers)
+        stream = Stream(Bank.empty(batch * steps, rows, embedded.shape[-1], dtype=embedded.dtype, device=embedded.device), embedded, None)
+        states: list[LayerState] = []
+        routes: list[torch.Tensor] = []
+        for layer, held in zip(layers, layer_states, strict=True):
+            decided = Decided(replay[:, :, len(routes)] if replay is not None and layer.moe else None)
+            run = partial(layer, stream, held, at, decided)
+            stream, state = recomputed(run) if self.recompute is Recompute.LAYERS else run()
+            if keep:
+                states.append(state)
+            if decided.routes is not None:
+                routes.append(decided.routes)
+        hidden = self.model.output_attn_res(stream.bank, stream.prefix, stream.delta, self.model.norm).mixed
+        return hidden, torch.stack(routes, dim=2) if routes else tokens.new_zeros(batch, steps, 0, 1), states
 
 
 def _positions(tokens: torch.Tensor, lengths: torch.Tensor | None, cache: Cache, packed: Packed | None, *, keep: bool) -> tuple[Positions, torch.Tensor]:

@@ -7,6 +7,7 @@ a row has seen no more tokens than it has columns, so no position is read from t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -17,10 +18,18 @@ from driftline.models.attention import RMSNorm
 from driftline.models.cache import Cache, KeyValues
 from driftline.models.dense.config import DenseConfig
 from driftline.models.dense.rope import Tables
+from driftline.models.held import HeldKeyValues
 from driftline.models.linear import Linear
 from driftline.models.packed import Packed
 
-__all__ = ["Attention", "Places"]
+__all__ = ["Attention", "Places", "Turns"]
+
+
+class Turns(NamedTuple):
+    """cos, sin [B, T, head_dim / 2] of the positions of new tokens whose keys are held in a pool."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -89,8 +98,9 @@ class Attention(nn.Module):
         """No columns, of `like`'s dtype and device."""
         return KeyValues(like.new_zeros(batch, 0, self.groups, self.dim), like.new_zeros(batch, 0, self.groups, self.dim))
 
-    def forward(self, x: torch.Tensor, held: KeyValues, places: Places) -> tuple[torch.Tensor, KeyValues]:
-        """x [B, T, D], or [1, N, D] packed. Returns the same shape, and the cache with a column more for every place of the (padded) rows."""
+    def forward(self, x: torch.Tensor, held: KeyValues | HeldKeyValues, places: Places | Turns) -> tuple[torch.Tensor, KeyValues | HeldKeyValues]:
+        """x [B, T, D], or [1, N, D] packed. Returns the same shape, and the cache with a column more for every place of the (padded) rows; keys that are held in a
+        pool take the new ones in place and know whose they are."""
         q = self.q_proj(x).unflatten(-1, (self.heads, self.dim))
         k = self.k_proj(x).unflatten(-1, (self.groups, self.dim))
         v = self.v_proj(x).unflatten(-1, (self.groups, self.dim))
@@ -98,8 +108,13 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rotates:
             q, k = rotate(q, places.cos, places.sin), rotate(k, places.cos, places.sin)
-        keys, values, after = _joined(held, k, v, places)
-        o = attention(q, keys, values, layout=places.layout, scale=self.scale)
+        after: KeyValues | HeldKeyValues = held
+        if isinstance(held, KeyValues):
+            assert isinstance(places, Places)
+            keys, values, after = _joined(held, k, v, places)
+            o = attention(q, keys, values, layout=places.layout, scale=self.scale)
+        else:
+            o = held.attended(q, k, v, self.scale)
         out: torch.Tensor = self.o_proj(o.flatten(-2))
         return out, after
 

@@ -5,6 +5,7 @@ One forward serves prefill, continuation from a cache, decode and training, padd
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -13,10 +14,11 @@ from torch import nn
 from driftline.models.attention import RMSNorm
 from driftline.models.cache import Cache, KeyValues, LayerState
 from driftline.models.causal_lm import CausalLM, ModelOutput
-from driftline.models.dense.attention import Attention, Places
+from driftline.models.dense.attention import Attention, Places, Turns
 from driftline.models.dense.config import DenseConfig
 from driftline.models.dense.mlp import Mlp
 from driftline.models.dense.rope import Tables
+from driftline.models.held import Held, HeldKeyValues
 from driftline.models.linear import Linear
 from driftline.models.packed import Packed
 from driftline.models.recompute import Recompute, recomputed
@@ -32,7 +34,7 @@ class Layer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, x: torch.Tensor, held: KeyValues, places: Places) -> tuple[torch.Tensor, KeyValues]:
+    def forward(self, x: torch.Tensor, held: KeyValues | HeldKeyValues, places: Places | Turns) -> tuple[torch.Tensor, KeyValues | HeldKeyValues]:
         mixed, after = self.self_attn(self.input_layernorm(x), held, places)
         x = x + mixed
         return x + self.mlp(self.post_attention_layernorm(x)), after
@@ -67,12 +69,12 @@ class DenseForCausalLM(CausalLM):
             elif name.endswith(".bias"):
                 nn.init.zeros_(parameter)
 
-    def _layers(self) -> list[Layer]:
+    def decoder_layers(self) -> list[Layer]:
         return [layer for layer in self.model.layers if isinstance(layer, Layer)]
 
     def empty_cache(self, batch: int) -> Cache:
         like = self.model.embed_tokens.weight
-        layers = tuple(layer.self_attn.initial(batch, like) for layer in self._layers())
+        layers = tuple(layer.self_attn.initial(batch, like) for layer in self.decoder_layers())
         return Cache(layers, torch.zeros(batch, 0, dtype=torch.bool, device=like.device), torch.zeros(batch, dtype=torch.int64, device=like.device))
 
     def forward(
@@ -95,12 +97,26 @@ class DenseForCausalLM(CausalLM):
         else:
             places = Places.of_pack(cache, packed, self._tables, x.dtype, keep=keep)
         states: list[LayerState] = []
-        for layer, held in zip(self._layers(), cache.layers, strict=True):
+        for layer, held in zip(self.decoder_layers(), cache.layers, strict=True):
             assert isinstance(held, KeyValues)
             run = partial(layer, x, held, places)
             x, state = recomputed(run) if self.recompute is Recompute.LAYERS else run()
             if keep:
                 states.append(state)
-        hidden = self.model.norm(x)
+        hidden: torch.Tensor = self.model.norm(x)
         grown: torch.Tensor | int = packed.lengths_s if packed is not None else steps if lengths is None else lengths
         return ModelOutput(hidden, Cache(tuple(states), places.valid, cache.lengths + grown) if keep else cache, routes)
+
+    def reserve(self, positions: int) -> None:
+        """Make the rotations of the first `positions`, so that no later forward makes the tables anew."""
+        like = self.model.embed_tokens.weight
+        self._tables.at(torch.zeros(1, dtype=torch.int64, device=like.device), positions, torch.promote_types(like.dtype, torch.float32))
+
+    def over(self, tokens: torch.Tensor, held: Sequence[Held], positions: torch.Tensor, below: int) -> torch.Tensor:
+        """Hidden states [B, T, D] of tokens [B, T] at int64 positions [B, T], all under `below`, over each layer's keys and values in a pool, which take theirs."""
+        x: torch.Tensor = self.model.embed_tokens(tokens)
+        turns = Turns(*self._tables.at(positions, below, torch.promote_types(x.dtype, torch.float32)))
+        for layer, state in zip(self.decoder_layers(), held, strict=True):
+            x, _ = layer(x, state, turns)
+        hidden: torch.Tensor = self.model.norm(x)
+        return hidden

@@ -1,0 +1,37 @@
+"""Grouped-query attention over a pool's pages.
+
+The operator takes the rows by name, where its kernels run and of packed sequences. A step of decoding without kernels takes each row's pages beside one another: one
+product for the batch, in the operator's own order of sums in deterministic mode.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from driftline.kernels.dispatch import runs_triton
+from driftline.kernels.fixed.attention import attention_batch
+from driftline.kernels.gqa import attention
+from driftline.kernels.mode import deterministic
+from driftline.models.paged.places import Places
+
+__all__ = ["attend_grouped"]
+
+
+def attend_grouped(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, places: Places) -> torch.Tensor:
+    """q [B, T, H, D] or [1, N, H, D] of a pack; keys and values [pages, PAGE, Hkv, D], the new ones in them. Returns q's shape and dtype."""
+    if places.packed is not None or runs_triton(q, keys):
+        return attention(q, keys.view(1, -1, *keys.shape[2:]), values.view(1, -1, *values.shape[2:]), layout=places.layout, scale=scale)
+    batch, steps, heads, width = q.shape
+    groups, columns = keys.shape[2], places.width
+    share = heads // groups
+    wide = torch.promote_types(q.dtype, torch.float32)
+    key, value = (x.flatten(0, 1)[places.rows].masked_fill_(places.unseen[..., None, None], 0).transpose(1, 2) for x in (keys, values))
+    query = q.unflatten(2, (groups, share)).permute(0, 2, 1, 3, 4).reshape(batch, groups, steps * share, width)
+    if deterministic():
+        seen = places.seen[:, None, :, None].expand(-1, groups, -1, share).reshape(batch * groups, steps * share)
+        o = attention_batch(query.flatten(0, 1), key.reshape(batch * groups, columns, width), value.reshape(batch * groups, columns, -1), seen, scale)
+    else:
+        score = ((query.to(wide) * scale) @ key.to(wide).mT).unflatten(2, (steps, share))
+        p = torch.softmax(score.masked_fill(~places.mask[:, None, :, None], -torch.inf), dim=-1)
+        o = p.flatten(2, 3) @ value.to(wide)
+    return o.to(q.dtype).view(batch, groups, steps, share, -1).permute(0, 2, 1, 3, 4).reshape(batch, steps, heads, -1)

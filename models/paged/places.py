@@ -1,0 +1,134 @@
+"""Where a step's new tokens go in a pool, and which rows each of them sees: made once for all layers, on the device.
+
+A step of decoding has B rows of T tokens, a prefill packed sequences. Position p of row b lies in page tables[b, p // PAGE], at its row p % PAGE; page 0 is nobody's,
+and takes what is written for padding rows and behind a table's end. A row sees what lies in its pages up to its own position and nothing behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch.nn.functional import pad
+
+from driftline.kernels.gqa import Layout
+from driftline.models.packed import Packed
+
+__all__ = ["PAGE", "Places"]
+
+PAGE = 64
+"""Tokens of a page."""
+
+
+@dataclass(frozen=True)
+class Places:
+    """table int32 [B, P], wide enough for every position; held int32 [B]: tokens of each row that are there already; slots int32 [B] and accepted int32 [B] or None,
+    as `decode` is given them; steps: T, of packed sequences the longest's; packed, totals: of a prefill, its sequences and each one's tokens with the new ones."""
+
+    table: torch.Tensor
+    held: torch.Tensor
+    slots: torch.Tensor
+    steps: int
+    accepted: torch.Tensor | None = None
+    packed: Packed | None = None
+    totals: tuple[int, ...] = ()
+
+    @classmethod
+    def of_rows(cls, tables: torch.Tensor, lengths: torch.Tensor, slots: torch.Tensor, steps: int, accepted: torch.Tensor | None) -> Places:
+        """Of B rows with `steps` new tokens each. Nothing is read on the host."""
+        # A window may reach past the table: what it computes there is nobody's, and neither is the page that takes it.
+        return cls(pad(tables, (0, 1)) if steps > 1 else tables, lengths, slots, steps, accepted)
+
+    @classmethod
+    def of_pack(cls, tables: torch.Tensor, context: torch.Tensor, contexts: Sequence[int], slots: torch.Tensor, packed: Packed) -> Places:
+        """Of packed sequences, each behind its context."""
+        totals = tuple(before + new for before, new in zip(contexts, packed.lengths, strict=True))
+        return cls(tables[:, : -(-max(totals) // PAGE)], context, slots, packed.longest, None, packed, totals)
+
+    @property
+    def width(self) -> int:
+        """Rows that a table has room for."""
+        return self.table.shape[1] * PAGE
+
+    @cached_property
+    def slot(self) -> torch.Tensor:
+        """int64 [B]: the slots; -1 is the last place of a pool's states, which is nobody's."""
+        return self.slots.long()
+
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        """int64 [B, T], or [1, N] of a pack."""
+        if self.packed is not None:
+            return (self.held[self.packed.sequence] + self.packed.offset)[None].long()
+        return self.held[:, None].long() + torch.arange(self.steps, device=self.held.device)
+
+    @cached_property
+    def new(self) -> torch.Tensor:
+        """int64 [tokens]: the row of the pool, its pages behind one another, that each new token is written to."""
+        if self.packed is not None:
+            at = self.positions[0]
+            return self.table[self.packed.sequence, at // PAGE].long() * PAGE + at % PAGE
+        at = self.positions
+        return (self.table.gather(1, at // PAGE).long() * PAGE + at % PAGE).flatten()
+
+    @cached_property
+    def rows(self) -> torch.Tensor:
+        """int64 [B, width]: the pool's row of each position of a table."""
+        return (self.table.long()[:, :, None] * PAGE + torch.arange(PAGE, device=self.table.device)).flatten(1)
+
+    @cached_property
+    def seen(self) -> torch.Tensor:
+        """int64 [B, T]: how many rows a token sees, its own included; of padded tokens no more than there are."""
+        return (self.held[:, None].long() + torch.arange(1, self.steps + 1, device=self.held.device)).clamp(max=self.width)
+
+    @cached_property
+    def mask(self) -> torch.Tensor:
+        """bool [B, T, width]: which rows a token sees."""
+        return torch.arange(self.width, device=self.held.device) < self.seen[..., None]
+
+    @cached_property
+    def unseen(self) -> torch.Tensor:
+        """bool [B, width]: rows behind a row's last token. What they hold may be anything, and a weight of zero does not silence a NaN."""
+        last = self.held + (self.steps if self.packed is None else self.packed.lengths_s)
+        return torch.arange(self.width, device=self.held.device) >= last[:, None]
+
+    @cached_property
+    def counts(self) -> torch.Tensor:
+        """int32 [B]: `seen` of the last token."""
+        return (self.held + self.steps).to(torch.int32)
+
+    @cached_property
+    def layout(self) -> Layout:
+        """The same for `kernels.gqa`, of keys that are the pool's rows."""
+        if self.packed is not None:
+            return Layout.packed(self.packed.bounds32, self.key_bounds, self.packed.tokens, sum(self.totals), longest_q=self.packed.longest,
+                                 longest_k=max(self.totals), rows=self.keys.to(torch.int32))
+        batch = self.held.shape[0]
+        each = torch.arange(batch + 1, dtype=torch.int32, device=self.held.device)
+        return Layout(each * self.steps, each * self.width, self.rows.flatten(), self.counts, self.seen.flatten(), self.steps, self.width)
+
+    @cached_property
+    def key_bounds(self) -> torch.Tensor:
+        """int32 [S + 1], of a pack: where each sequence's rows begin among `keys`."""
+        assert self.packed is not None
+        return pad((self.held + self.packed.lengths_s).cumsum(0, dtype=torch.int32), (1, 0))
+
+    @cached_property
+    def keys(self) -> torch.Tensor:
+        """int64 [K], of a pack: the pool's rows of every sequence, in their order, behind one another."""
+        device, count = self.held.device, sum(self.totals)
+        ends = self.key_bounds.long()
+        at = torch.arange(count, device=device)
+        owner = torch.searchsorted(ends[1:].contiguous(), at, right=True)
+        position = at - ends[owner]
+        return self.table[owner, position // PAGE].long() * PAGE + position % PAGE
+
+    def beside(self, x: torch.Tensor) -> torch.Tensor:
+        """x [B, T, ...] or [1, N, ...] of the tokens as [B, T, ...], right-padded."""
+        return x if self.packed is None else self.packed.padded(x[0])
+
+    def behind(self, x: torch.Tensor) -> torch.Tensor:
+        """x [B, T, ...] as the tokens are: what `beside` was given."""
+        return x if self.packed is None else self.packed.unpadded(x)[None]
