@@ -175,22 +175,7 @@ class K3ForCausalLM(CausalLM):
         if packed is not None and not packed.tokens:
             return ModelOutput(self._nothing(), cache, tokens.new_zeros(1, 0, self.config.moe_layers, self.config.num_experts_per_token))
         at, now = _positions(tokens, lengths, cache, packed, keep=keep)
-        embedded: torch.Tensor = self.model.embed_tokens(tokens)
-        layers = self.decoder_layers()
-        rows = sum(layer.opens_block for layer in layers)
-        stream = Stream(Bank.empty(batch * steps, rows, embedded.shape[-1], dtype=embedded.dtype, device=embedded.device), embedded, None)
-        states: list[LayerState] = []
-        routes: list[torch.Tensor] = []
-        complete = is_complete(replay)
-        for layer, held in zip(layers, cache.layers, strict=True):
-            decided = Decided(replay[:, :, len(routes)] if replay is not None and layer.moe else None, complete)
-            run = partial(layer, stream, held, at, decided)
-            stream, state = recomputed(run) if self.recompute is Recompute.LAYERS else run()
-            if keep:
-                states.append(state)
-            if decided.routes is not None:
-                routes.append(decided.routes)
-        hidden = self.model.output_attn_res(stream.bank, stream.prefix, stream.delta, self.model.norm).mixed
+        hidden, routes, states = self._through(tokens, cache.layers, at, replay, keep=keep)
         grown: torch.Tensor | int = packed.lengths_s if packed is not None else steps if lengths is None else lengths
         after = Cache(tuple(states), torch.cat([cache.valid, now], dim=1), cache.lengths + grown) if keep else cache
         return ModelOutput(hidden, after, routes)
@@ -210,8 +195,9 @@ class K3ForCausalLM(CausalLM):
         stream = Stream(Bank.empty(batch * steps, rows, embedded.shape[-1], dtype=embedded.dtype, device=embedded.device), embedded, None)
         states: list[LayerState] = []
         routes: list[torch.Tensor] = []
+        complete = is_complete(replay)
         for layer, held in zip(layers, layer_states, strict=True):
-            decided = Decided(replay[:, :, len(routes)] if replay is not None and layer.moe else None)
+            decided = Decided(replay[:, :, len(routes)] if replay is not None and layer.moe else None, complete)
             run = partial(layer, stream, held, at, decided)
             stream, state = recomputed(run) if self.recompute is Recompute.LAYERS else run()
             if keep:

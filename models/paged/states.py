@@ -90,7 +90,7 @@ class PagedKda:
         return form(raw, weight, z, beta, decay, verify)
 
     def _heads(self, mixed: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return mixed.unflatten(-1, (3, self.pool.state.shape[1], -1)).unbind(-3)
+        return mixed.view(*mixed.shape[:2], 3, *self.pool.state.shape[1:3]).unbind(2)
 
     def _prefilled(self, raw: torch.Tensor, weight: torch.Tensor, z: torch.Tensor, beta: torch.Tensor, decay: Decay) -> torch.Tensor:
         pool, slot, packed = self.pool, self.places.slot, self.places.packed
