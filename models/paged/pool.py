@@ -45,13 +45,14 @@ class Pool:
 
     page = PAGE
 
-    def __init__(self, layers: Sequence[Layer], attentions: Sequence[KdaAttention | MlaAttention | Attention], *, pages: int, slots: int, window: int) -> None:
+    def __init__(self, layers: Sequence[Layer], attentions: Sequence[KdaAttention | MlaAttention | Attention], *, pages: int, slots: int, window: int,
+                 most: int | None = None) -> None:
         self.layers, self.pages, self.slots, self.window = tuple(layers), pages, slots, window
         self._attentions = tuple(attentions)
         self.page_bytes, self.state_bytes = _sizes(layers)
         self.device: torch.device = layers[0].tensors()[0].device
-        self.positions = pages * PAGE
-        """No sequence has more tokens."""
+        self.positions = pages * PAGE if most is None else min(pages * PAGE, most)
+        """No sequence has more tokens: neither the pool has room for them nor, of a model with rotations, the model."""
 
     @classmethod
     def make(cls, model: CausalLM, *, pages: int, slots: int, window: int = 1) -> Pool:
@@ -69,9 +70,10 @@ class Pool:
         # Ordinary tensors, whatever mode the caller is in: a tensor of inference mode could not be written outside of it.
         with torch.inference_mode(False), torch.no_grad():
             layers = _layers(model, attentions, pages, slots, window)
-        pool = cls(layers, attentions, pages=pages, slots=slots, window=window)
-        if isinstance(model, DenseForCausalLM):
-            model.reserve(pool.positions)
+        if not isinstance(model, DenseForCausalLM):
+            return cls(layers, attentions, pages=pages, slots=slots, window=window)
+        pool = cls(layers, attentions, pages=pages, slots=slots, window=window, most=model.config.max_position_embeddings + window)
+        model.reserve(pool.positions)
         return pool
 
     @staticmethod
