@@ -10,10 +10,12 @@ never refuses a lease for what is merely cached.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from driftline.messages.errors import IntegrityError
 from driftline.services.rollout.prefix.audit import audit
 from driftline.services.rollout.prefix.branches import Branches
 from driftline.services.rollout.prefix.host import HostTier
@@ -44,6 +46,7 @@ class PrefixCache:
         self.stock = Stock(pool, host if enabled else None)
         self.leases: set[Lease] = set()
         self._pool = pool
+        self._held: Counter[int] = Counter()  # leases that have a page
         self._branches = Branches()
         self._hits = self._misses = self._hit_tokens = self._missed_tokens = 0
 
@@ -84,7 +87,9 @@ class PrefixCache:
             return True
         if not self.stock.reclaim(more, 0):
             return False
-        lease.pages += [self.stock.pages.take() for _ in range(more)]
+        fresh = [self.stock.pages.take() for _ in range(more)]
+        lease.pages += fresh
+        self._held.update(fresh)
         return True
 
     def fork(self, lease: Lease, length: int) -> Lease | None:
@@ -111,7 +116,8 @@ class PrefixCache:
             self._pool.copy_pages([lease.pages[length // PAGE]] * count, [fork.pages[-1] for fork in made])
         if stock.stateful:
             self._pool.copy_states([lease.slot] * count, [fork.slot for fork in made])
-        self.leases.update(made)
+        for fork in made:
+            self._lent(fork)
         return made
 
     def commit(
@@ -169,16 +175,19 @@ class PrefixCache:
 
     @property
     def available(self) -> int:
-        """Pages that `grow` could get now: those that are free, and those that only the tree holds."""
-        return self.stock.pages.total - len({page for lease in self.leases for page in lease.pages})
+        """Pages that no lease holds: free, or to be had by eviction, but for the few of a path that a lease has rows of its own of. An estimate for whoever
+        admits; `grow` has the last word."""
+        return self.stock.pages.total - len(self._held)
 
     def check(self) -> None:
         """Count everything again. IntegrityError where a reference, a byte or an order is not as it must be."""
         audit(self.stock, self.leases)
+        if self._held != Counter(page for lease in self.leases for page in lease.pages):
+            raise IntegrityError("held pages are miscounted", field="prefix cache", value=len(self._held), remedy="a fault in services/rollout/prefix")
 
     @property
     def stats(self) -> Stats:
-        return Stats.of(self.stock, self.leases, self._hits, self._misses, self._hit_tokens, self._missed_tokens)
+        return Stats.of(self.stock, len(self._held), len(self.leases), self._hits, self._misses, self._hit_tokens, self._missed_tokens)
 
     # How it is done.
 
@@ -201,7 +210,7 @@ class PrefixCache:
             lease = Lease(self.stock.slots.take() if self.stock.stateful else 0, [])
             if self.stock.stateful:
                 self._pool.clear_states([lease.slot])
-        self.leases.add(lease)
+        self._lent(lease)
         return lease
 
     def _lease(self, hit: Hit, take_over: bool) -> Lease | None:
@@ -284,6 +293,8 @@ class PrefixCache:
                 child = self.stock.attach(node, text, page, *_of(node.end, node.end + PAGE, key, routes, versions))
             elif not child.page:
                 self.stock.give_page(child, page)
+            elif child.page != page:
+                self.stock.replace_page(child, page)
             node = child
         self._stand(lease, node)
         self.stock.unpin(at)
@@ -326,9 +337,16 @@ class PrefixCache:
             self.stock.unpin(lease.at)
         lease.at = node
 
+    def _lent(self, lease: Lease) -> None:
+        self.leases.add(lease)
+        self._held.update(lease.pages)
+
     def _release(self, lease: Lease) -> None:
         for page in lease.pages:
             self.stock.pages.give(page)
+            self._held[page] -= 1
+            if not self._held[page]:
+                del self._held[page]
         if self.stock.stateful and lease.slot >= 0:
             self.stock.slots.give(lease.slot)
         if lease.at is not None:

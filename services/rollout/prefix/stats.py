@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from driftline.services.rollout.prefix.lease import Lease
 from driftline.services.rollout.prefix.stock import Moves, Stock
 
 __all__ = ["Stats"]
@@ -35,10 +33,9 @@ class Stats:
         return self.hit_tokens / max(1, self.hit_tokens + self.missed_tokens)
 
     @staticmethod
-    def of(stock: Stock, leases: Iterable[Lease], hits: int, misses: int, hit_tokens: int, missed_tokens: int) -> Stats:
-        open_leases = tuple(leases)
-        pages = len({page for lease in open_leases for page in lease.pages})
-        slots = len(open_leases) if stock.stateful else 0
+    def of(stock: Stock, pages: int, leases: int, hits: int, misses: int, hit_tokens: int, missed_tokens: int) -> Stats:
+        """`pages`: how many the `leases` have."""
+        slots = leases if stock.stateful else 0
         page_bytes, state_bytes = stock.storage.page_bytes, stock.storage.state_bytes
         return Stats(
             hits, misses, hit_tokens, missed_tokens, pages * page_bytes, slots * state_bytes,

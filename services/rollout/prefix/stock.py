@@ -73,6 +73,12 @@ class Stock:
         if not self.stateful:
             node.parent.entry = 0
 
+    def replace_page(self, node: Node, page: int) -> None:
+        """The same rows that somebody holds anyhow, in place of a copy that is the tree's alone."""
+        if self.pages.references(node.page) == 1:
+            self.pages.give(node.page)
+            node.page = self.pages.share(page)
+
     def give_state(self, node: Node, slot: int) -> None:
         """A node of the device gets a slot that is its alone."""
         node.slot = slot
