@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from driftline.models.causal_lm import CausalLM
+from driftline.models.paged import Pool
 from driftline.services.rollout.runner.batch import DecodeBatch, PrefillBatch, Sampled
 from driftline.services.rollout.runner.eager import Adapters, EagerRunner, Pending, Runner
 from driftline.services.rollout.runner.graphs import GraphRunner
 from driftline.services.rollout.runner.step import Rule, Taps
-
-if TYPE_CHECKING:
-    from driftline.models.paged import Pool
 
 __all__ = ["Adapters", "DecodeBatch", "EagerRunner", "GraphRunner", "Pending", "PrefillBatch", "Rule", "Runner", "Sampled", "Taps", "runner_for"]
 

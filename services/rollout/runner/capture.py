@@ -7,7 +7,7 @@ of memory for what is made within, because they never run at the same time.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -34,8 +34,8 @@ class CudaCapture:
     """CUDA graphs on one device."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
-        self._pool: tuple[int, int] | None = None
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pool: Any = None
 
     def __call__(self, compute: Callable[[], Outputs]) -> Captured:
         """Run `compute` twice, for its kernels are compiled and its tables made at the first time, and capture the third."""

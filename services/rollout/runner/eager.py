@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from driftline.models.causal_lm import CausalLM
 from driftline.models.packed import Packed
+from driftline.models.paged import Pool, decode, prefill
 from driftline.services.rollout.randomness import device_uniforms
 from driftline.services.rollout.runner.batch import DecodeBatch, PrefillBatch, Sampled
 from driftline.services.rollout.runner.staging import Fetch, Inputs, Shape, Staged, sent
 from driftline.services.rollout.runner.step import Computed, Greedy, Outputs, Rule, Taps, drawn, step
-
-if TYPE_CHECKING:
-    from driftline.models.paged import Pool
 
 __all__ = ["Adapters", "EagerRunner", "Pending", "Runner"]
 
@@ -69,8 +67,6 @@ class EagerRunner:
     @torch.inference_mode()
     def begin_prefill(self, batch: PrefillBatch) -> Pending:
         """Launch a prefill."""
-        from driftline.models.paged import prefill
-
         packed = Packed.of(tuple(batch.counts), self.device)
         tokens, slots, tables, context = (sent(x, self.device) for x in (batch.tokens, batch.slots, batch.tables, batch.context))
         with self._adapters(batch.adapters, batch.rows, packed):
@@ -106,8 +102,6 @@ class EagerRunner:
         """Nothing is prepared for them."""
 
     def _forward(self, inputs: Inputs) -> Computed:
-        from driftline.models.paged import decode
-
         return decode(self.model, self.pool, inputs.tokens, inputs.slots, inputs.tables, inputs.lengths, inputs.accepted)
 
     def _greedy(self, batch: DecodeBatch | PrefillBatch) -> Greedy:

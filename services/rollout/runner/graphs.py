@@ -10,22 +10,20 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import structlog
 import torch
 
 from driftline.kernels.mode import Numerics, numerics
 from driftline.models.causal_lm import CausalLM
+from driftline.models.paged import Pool
 from driftline.services.rollout.runner.batch import DecodeBatch
 from driftline.services.rollout.runner.buckets import page_bucket, row_bucket, row_buckets
 from driftline.services.rollout.runner.capture import Capture, Captured, CudaCapture
 from driftline.services.rollout.runner.eager import Adapters, EagerRunner, Pending, pending, shape_of
 from driftline.services.rollout.runner.staging import Shape, Staged
 from driftline.services.rollout.runner.step import Greedy, Rule, Taps, step
-
-if TYPE_CHECKING:
-    from driftline.models.paged import Pool
 
 __all__ = ["MOST_GRAPHS", "GraphRunner", "Key", "Tally"]
 

@@ -110,7 +110,7 @@ class Fetch:
         self._done: torch.cuda.Event | None = None
         if tensors and tensors[0].device.type == "cuda":
             self._host = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in tensors]
-            self._done = torch.cuda.Event()
+            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._done.record()
         else:
             self._host = [t.clone() for t in tensors]

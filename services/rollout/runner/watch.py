@@ -27,11 +27,11 @@ class HostRead(RuntimeError):
     """A step looks at values on the host, so it cannot be captured."""
 
 
-class Watch(TorchDispatchMode):
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Raises HostRead within. `outside`: every tensor that was read and not made within, once a memory."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.outside: dict[int, torch.Tensor] = {}
         self._made: set[int] = set()
 
