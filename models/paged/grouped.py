@@ -25,13 +25,14 @@ def attend_grouped(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sc
     groups, columns = keys.shape[2], places.width
     share = heads // groups
     wide = torch.promote_types(q.dtype, torch.float32)
-    key, value = (x.flatten(0, 1)[places.rows].masked_fill_(places.unseen[..., None, None], 0).transpose(1, 2) for x in (keys, values))
-    query = q.view(batch, steps, groups, share, width).permute(0, 2, 1, 3, 4).reshape(batch, groups, steps * share, width)
+    # A head's rows beside one another, which a product takes as they are.
+    key, value = (x.view(-1, x.shape[3]).index_select(0, places.grouped(groups)).view(batch * groups, columns, -1) for x in (keys, values))
+    query = q.view(batch, steps, groups, share, width).permute(0, 2, 1, 3, 4).reshape(batch * groups, steps * share, width)
     if deterministic():
         seen = places.seen[:, None, :, None].expand(-1, groups, -1, share).reshape(batch * groups, steps * share)
-        o = attention_batch(query.flatten(0, 1), key.reshape(batch * groups, columns, width), value.reshape(batch * groups, columns, -1), seen, scale)
+        o = attention_batch(query, key, value, seen, scale)
     else:
-        score = ((query.to(wide) * scale) @ key.to(wide).mT).view(batch, groups, steps, share, columns)
-        p = torch.softmax(score.masked_fill(~places.mask[:, None, :, None], -torch.inf), dim=-1)
-        o = p.flatten(2, 3) @ value.to(wide)
+        score = torch.bmm(query.to(wide) * scale, key.to(wide).mT).view(batch, groups, steps, share, columns)
+        p = torch.softmax(score.masked_fill_(places.hidden[:, None, :, None], -torch.inf), dim=-1)
+        o = torch.bmm(p.view(batch * groups, steps * share, columns), value.to(wide))
     return o.to(q.dtype).view(batch, groups, steps, share, -1).permute(0, 2, 1, 3, 4).reshape(batch, steps, heads, -1)

@@ -56,26 +56,27 @@ def _queries(q: torch.Tensor, heads: Heads) -> torch.Tensor:
 
 def _by_pages(query: torch.Tensor, pages: torch.Tensor, heads: Heads, places: Places) -> torch.Tensor:
     batch, steps, count, _ = query.shape
-    table, out_dtype = places.table, query.dtype if deterministic() else torch.float32
+    table, longest, out_dtype = places.table, places.width, query.dtype if deterministic() else torch.float32
     window = max(1, min(WORKSPACE // (4 * batch * count * heads.rank * -(-places.width // 2048)), PAIRS // (batch * count), steps))
     if places.packed is not None and batch > 1:
-        table = pad(table, (0, -(-steps // PAGE)))  # a shorter sequence's padded queries may reach past the tables
+        # A shorter sequence's padded queries may reach past the tables.
+        table, longest = pad(table, (0, -(-steps // PAGE))), places.width + steps
     parts = []
     for start in range(0, steps, window):
         stop = min(start + window, steps)
         parts.append(mla_decode(query[:, start:stop].contiguous(), pages, table, (places.held + stop).to(torch.int32), latent=heads.rank, scale=heads.scale,
-                                out_dtype=out_dtype).to(query.dtype))
+                                max_length=longest, out_dtype=out_dtype).to(query.dtype))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
 def _by_rows(query: torch.Tensor, pages: torch.Tensor, heads: Heads, places: Places) -> torch.Tensor:
     batch, steps, count, width = query.shape
-    rows = pages.flatten(0, 1)[places.rows].masked_fill_(places.unseen[..., None], 0)
+    rows = pages.view(-1, width).index_select(0, places.rows.flatten()).view(batch, -1, width)
     if deterministic():
         o = attention_batch(query.reshape(batch, steps * count, width), rows, rows[..., : heads.rank], places.seen.repeat_interleave(count, 1), heads.scale)
         return o.to(query.dtype).view(batch, steps, count, -1)
     score = (query.reshape(batch, steps * count, width) @ rows.mT).view(batch, steps, count, -1) * heads.scale
-    score = score.to(torch.promote_types(score.dtype, torch.float32)).masked_fill(~places.mask[:, :, None], -torch.inf)
+    score = score.to(torch.promote_types(score.dtype, torch.float32)).masked_fill_(places.hidden[:, :, None], -torch.inf)
     p = torch.softmax(score, dim=-1).to(query.dtype)
     return (p.view(batch, steps * count, -1) @ rows[..., : heads.rank]).view(batch, steps, count, -1)
 

@@ -1,7 +1,8 @@
 """Where a step's new tokens go in a pool, and which rows each of them sees: made once for all layers, on the device.
 
 A step of decoding has B rows of T tokens, a prefill packed sequences. Position p of row b lies in page tables[b, p // PAGE], at its row p % PAGE; page 0 is nobody's,
-and takes what is written for padding rows and behind a table's end. A row sees what lies in its pages up to its own position and nothing behind it.
+and takes what is written for padding rows and behind a table's end. A row sees what lies in its pages up to its own position. Behind that a page may hold anything, and
+a weight of zero does not silence a NaN: where a form reads all rows of a table, those come from a page of zeros that is never written.
 """
 
 from __future__ import annotations
@@ -25,32 +26,34 @@ PAGE = 64
 @dataclass(frozen=True)
 class Places:
     """table int32 [B, P], wide enough for every position; held int32 [B]: tokens of each row that are there already; slots int32 [B] and accepted int32 [B] or None,
-    as `decode` is given them; steps: T, of packed sequences the longest's; packed, totals: of a prefill, its sequences and each one's tokens with the new ones."""
+    as `decode` is given them; steps: T, of packed sequences the longest's; blank: the page of zeros; width: rows that are read of a table; packed, totals: of a
+    prefill, its sequences and each one's tokens with the new ones."""
 
     table: torch.Tensor
     held: torch.Tensor
     slots: torch.Tensor
     steps: int
+    blank: int
+    width: int
     accepted: torch.Tensor | None = None
     packed: Packed | None = None
     totals: tuple[int, ...] = ()
 
     @classmethod
-    def of_rows(cls, tables: torch.Tensor, lengths: torch.Tensor, slots: torch.Tensor, steps: int, accepted: torch.Tensor | None) -> Places:
-        """Of B rows with `steps` new tokens each. Nothing is read on the host."""
+    def of_rows(
+        cls, tables: torch.Tensor, lengths: torch.Tensor, slots: torch.Tensor, steps: int, accepted: torch.Tensor | None, blank: int, longest: int | None
+    ) -> Places:
+        """Of B rows with `steps` new tokens each, none of which comes to more than `longest`. Nothing is read on the host."""
         # A window may reach past the table: what it computes there is nobody's, and neither is the page that takes it.
-        return cls(pad(tables, (0, 1)) if steps > 1 else tables, lengths, slots, steps, accepted)
+        table = pad(tables, (0, 1)) if steps > 1 else tables
+        room = table.shape[1] * PAGE
+        return cls(table, lengths, slots, steps, blank, room if longest is None else min(room, longest), accepted)
 
     @classmethod
-    def of_pack(cls, tables: torch.Tensor, context: torch.Tensor, contexts: Sequence[int], slots: torch.Tensor, packed: Packed) -> Places:
+    def of_pack(cls, tables: torch.Tensor, context: torch.Tensor, contexts: Sequence[int], slots: torch.Tensor, packed: Packed, blank: int) -> Places:
         """Of packed sequences, each behind its context."""
         totals = tuple(before + new for before, new in zip(contexts, packed.lengths, strict=True))
-        return cls(tables[:, : -(-max(totals) // PAGE)], context, slots, packed.longest, None, packed, totals)
-
-    @property
-    def width(self) -> int:
-        """Rows that a table has room for."""
-        return self.table.shape[1] * PAGE
+        return cls(tables[:, : -(-max(totals) // PAGE)].contiguous(), context, slots, packed.longest, blank, max(totals), None, packed, totals)
 
     @cached_property
     def slot(self) -> torch.Tensor:
@@ -74,9 +77,17 @@ class Places:
         return (self.table.gather(1, at // PAGE).long() * PAGE + at % PAGE).flatten()
 
     @cached_property
-    def rows(self) -> torch.Tensor:
+    def named(self) -> torch.Tensor:
         """int64 [B, width]: the pool's row of each position of a table."""
-        return (self.table.long()[:, :, None] * PAGE + torch.arange(PAGE, device=self.table.device)).flatten(1)
+        at = torch.arange(self.width, device=self.table.device)
+        return self.table[:, at // PAGE].long() * PAGE + at % PAGE
+
+    @cached_property
+    def rows(self) -> torch.Tensor:
+        """int64 [B, width]: `named`, and of positions behind a row's last token one of zeros."""
+        last = self.held + (self.steps if self.packed is None else self.packed.lengths_s)
+        behind = torch.arange(self.width, device=self.held.device) >= last[:, None]
+        return self.named.masked_fill(behind, self.blank * PAGE)
 
     @cached_property
     def seen(self) -> torch.Tensor:
@@ -84,15 +95,19 @@ class Places:
         return (self.held[:, None].long() + torch.arange(1, self.steps + 1, device=self.held.device)).clamp(max=self.width)
 
     @cached_property
-    def mask(self) -> torch.Tensor:
-        """bool [B, T, width]: which rows a token sees."""
-        return torch.arange(self.width, device=self.held.device) < self.seen[..., None]
+    def hidden(self) -> torch.Tensor:
+        """bool [B, T, width]: which rows a token does not see."""
+        return torch.arange(self.width, device=self.held.device) >= self.seen[..., None]
+
+    def grouped(self, groups: int) -> torch.Tensor:
+        """int64 [B * groups * width]: `rows` of each head of keys, of rows that are `groups` heads behind one another."""
+        if groups not in self._grouped:
+            self._grouped[groups] = (self.rows[:, None] * groups + torch.arange(groups, device=self.held.device)[:, None]).flatten()
+        return self._grouped[groups]
 
     @cached_property
-    def unseen(self) -> torch.Tensor:
-        """bool [B, width]: rows behind a row's last token. What they hold may be anything, and a weight of zero does not silence a NaN."""
-        last = self.held + (self.steps if self.packed is None else self.packed.lengths_s)
-        return torch.arange(self.width, device=self.held.device) >= last[:, None]
+    def _grouped(self) -> dict[int, torch.Tensor]:
+        return {}
 
     @cached_property
     def counts(self) -> torch.Tensor:
@@ -107,7 +122,7 @@ class Places:
                                  longest_k=max(self.totals), rows=self.keys.to(torch.int32))
         batch = self.held.shape[0]
         each = torch.arange(batch + 1, dtype=torch.int32, device=self.held.device)
-        return Layout(each * self.steps, each * self.width, self.rows.flatten(), self.counts, self.seen.flatten(), self.steps, self.width)
+        return Layout(each * self.steps, each * self.width, self.named.flatten(), self.counts, self.seen.flatten(), self.steps, self.width)
 
     @cached_property
     def key_bounds(self) -> torch.Tensor:

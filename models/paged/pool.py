@@ -1,6 +1,6 @@
 """The memory of an engine's rows: pages of what attention layers keep of each position, slots of recurrent states. Tensors only; who owns what is known elsewhere.
 
-Its tensors stay where they are as long as it lives, so a CUDA graph may hold their addresses. Page 0 belongs to nobody.
+Its tensors stay where they are as long as it lives, so a CUDA graph may hold their addresses. Page 0 belongs to nobody, and one behind the last is never written.
 """
 
 from __future__ import annotations
@@ -119,8 +119,9 @@ class Pool:
     @torch.no_grad()
     def clear(self) -> None:
         """Zero everything, where it is: after a step that failed no row is to be trusted."""
-        for tensor in (*self._paged(), *self._recurrent()):
-            tensor.zero_()
+        for layer in self.layers:
+            for tensor in layer.everything() if isinstance(layer, KdaStates) else layer.tensors():
+                tensor.zero_()
 
     def export_pages(self, pages: Sequence[int]) -> list[torch.Tensor]:
         """Copies on the device, [n, PAGE, ...] each: a layer's rows, or its keys and then its values, layer after layer."""
@@ -201,9 +202,9 @@ def _layers(
             held = None if window == 1 else Window.empty(slots + 1, window, heads, dim, dtype=dtype, device=where)
             made.append(KdaStates(state, zeros(slots + 1, carried + (0 if held is None else window), 3 * heads * dim), held, carried))
         elif isinstance(attention, MlaAttention):
-            made.append(LatentPages(zeros(pages, PAGE, attention.rank + attention.rope)))
+            made.append(LatentPages(zeros(pages + 1, PAGE, attention.rank + attention.rope)))
         else:
-            made.append(KeyValuePages(*(zeros(pages, PAGE, attention.groups, attention.dim) for _ in range(2))))
+            made.append(KeyValuePages(*(zeros(pages + 1, PAGE, attention.groups, attention.dim) for _ in range(2))))
     return made
 
 

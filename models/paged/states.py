@@ -40,11 +40,14 @@ class KdaStates:
         """What a folded slot holds: its state, and the convolution's last inputs [slots + 1, W - 1, 3 H K]."""
         return self.state, self.history[:, : self.carried]
 
+    def everything(self) -> list[torch.Tensor]:
+        """With what belongs to windows."""
+        return [self.state, self.history, *(() if self.window is None else (self.window.k, self.window.v, self.window.z, self.window.beta))]
+
     @property
     def nbytes(self) -> int:
         """Of one slot."""
-        parts = [self.state, self.history, *(() if self.window is None else (self.window.k, self.window.v, self.window.z, self.window.beta))]
-        return sum(part[0].nbytes for part in parts)
+        return sum(part[0].nbytes for part in self.everything())
 
     def kernels(self, like: torch.Tensor) -> bool:
         """Whether the pool's kernels take inputs as `like`."""

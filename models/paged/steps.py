@@ -44,16 +44,19 @@ def prefill(
     if tuple(tokens.shape) != (packed.tokens,) or min(packed.lengths) < 1 or len(contexts) != count:
         raise ValueError(f"tokens is {tuple(tokens.shape)} and contexts has {len(contexts)} numbers for {count} sequences of {packed.lengths} tokens; "
                          f"give [{packed.tokens}], a context for each, and no sequence without a token")
-    places = Places.of_pack(tables, context, contexts, slots, packed)
-    if max(places.totals) > tables.shape[1] * pool.page:
-        raise ValueError(f"a sequence comes to {max(places.totals)} tokens and tables has room for {tables.shape[1] * pool.page}; give it more pages first")
+    places = Places.of_pack(tables, context, contexts, slots, packed, pool.pages)
+    room = min(tables.shape[1] * pool.page, pool.positions)
+    if max(places.totals) > room:
+        raise ValueError(f"a sequence comes to {max(places.totals)} tokens and there is room for {room} (tables has {tables.shape[1]} pages a row); "
+                         "give it more pages first, or fewer tokens")
     hidden, routes = _through(model, pool, tokens[None], places)
     return PagedOutput(hidden[0], routes[0])
 
 
 @torch.no_grad()
 def decode(
-    model: CausalLM, pool: Pool, tokens: torch.Tensor, slots: torch.Tensor, tables: torch.Tensor, lengths: torch.Tensor, accepted: torch.Tensor | None = None
+    model: CausalLM, pool: Pool, tokens: torch.Tensor, slots: torch.Tensor, tables: torch.Tensor, lengths: torch.Tensor, accepted: torch.Tensor | None = None,
+    *, longest: int | None = None,
 ) -> PagedOutput:
     """The next T tokens of B rows: tokens int64 [B, T], slots int32 [B] (-1: a padding row, whose table is of zeros), tables int32 [B, P], lengths int32 [B]: tokens
     of each row in the pool before these.
@@ -61,6 +64,7 @@ def decode(
     accepted None: T is 1 and the states advance at once. Given, int32 [B]: closed-loop replay with T up to the pool's window. The first accepted[b] tokens of the
     row's last window are folded into its state, which `lengths` counts, and the new window is scored from there: its first token is the last one sampled, the
     others are drafts. accepted is 0 where the slot was just filled or folded. A pool with a window of 1 has nothing to fold: accepted changes nothing there.
+    longest: the most tokens that any row comes to with these, where the caller knows; where there are no kernels less of the tables is read then.
     What a window has behind the table's end is computed and lost. Raises ValueError naming what does not go together.
     """
     if tokens.dim() != 2:
@@ -72,7 +76,7 @@ def decode(
         raise ValueError(f"tokens has {steps} a row; {'without accepted a step has one' if accepted is None else f'the pool scores 1 to {most} at once'}")
     if accepted is not None and (accepted.dtype != torch.int32 or tuple(accepted.shape) != (batch,)):
         raise ValueError(f"accepted is {accepted.dtype} {tuple(accepted.shape)}; give int32 [{batch}]")
-    return PagedOutput(*_through(model, pool, tokens, Places.of_rows(tables, lengths, slots, steps, accepted)))
+    return PagedOutput(*_through(model, pool, tokens, Places.of_rows(tables, lengths, slots, steps, accepted, pool.pages, longest)))
 
 
 def _through(model: CausalLM, pool: Pool, tokens: torch.Tensor, places: Places) -> tuple[torch.Tensor, torch.Tensor]:
