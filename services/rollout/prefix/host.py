@@ -38,7 +38,7 @@ class HostTier:
         self.device = torch.device(device)
         cuda = self.device.type == "cuda"
         self._bytes = torch.empty(budget, dtype=torch.uint8, pin_memory=cuda)
-        self._side = torch.cuda.Stream(self.device) if cuda else None
+        self._side = torch.cuda.Stream(self.device) if cuda else None  # type: ignore[no-untyped-call]
         self._extents = Extents(budget)
         self._layouts: dict[Kind, tuple[_Part, ...]] = {}
 

@@ -41,7 +41,7 @@ class Node:
         self, key: CacheKey, parent: Node | None, tokens: bytes, *, page: int = 0, routes: Routes | None = None, versions: tuple[int, ...] = ()
     ) -> None:
         self.key, self.parent, self.tokens = key, parent, tokens
-        self.end = (parent.end if parent else 0) + len(tokens) // WIDTH
+        self.end: int = (parent.end if parent else 0) + len(tokens) // WIDTH
         self.page, self.slot = page, -1
         self.host_page: Extent | None = None
         self.host_state: Extent | None = None

@@ -235,6 +235,7 @@ class Stock:
             node = parent
         if node.page:
             self._unsettled.append(node)  # it may stand in the middle of a move
+        self._tidy(node)
 
     def _drain(self) -> None:
         while self._unsettled:

@@ -201,3 +201,15 @@ def test_ranges_are_found_again_as_one() -> None:
         ranges.give(extent)
     assert ranges.free == 100
     assert ranges.take(100) == (0, 100)
+
+
+def test_a_tree_whose_last_rows_the_host_gave_up_is_gone() -> None:
+    """Found by the machine of test_prefix_machine.py: an empty root was kept for every session that ever was."""
+    pool = RecordingPool(pages=14, slots=1)
+    cache = PrefixCache(pool, host=HostTier(900))
+    mixed = CacheKey.of_mixed("base", "", "session 1")
+    cache.end(started(cache, pool, text(1, 10)), mixed, text(1, 10), 10, versions=[1] * 10)
+    for seed in (2, 3):
+        left(cache, pool, text(seed, 11))
+    cache.check()
+    assert list(cache.stock.roots) == [KEY]
