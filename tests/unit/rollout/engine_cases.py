@@ -9,11 +9,14 @@ import numpy as np
 import torch
 
 from driftline.messages.types import Group, Sampling, Task, Trajectory
+from driftline.models.attention import KdaAttention
+from driftline.models.cache import Cache, KdaState, LayerState, MlaRows
 from driftline.models.config import K3Config, tiny
 from driftline.models.logprob import token_logprobs
 from driftline.models.model import K3ForCausalLM
 from driftline.models.state import export_state
 from driftline.services.rollout.engine import Engine
+from driftline.services.rollout.engine.row import Row
 
 torch.set_num_threads(1)
 
@@ -80,6 +83,21 @@ def recomputed(model: K3ForCausalLM, trajectory: Trajectory) -> np.ndarray:
     logits = model.logits(model(tokens[:, :-1]).hidden[0, at:])
     logp, _ = token_logprobs(logits, tokens[0, at + 1 :], trajectory.temperature)
     return logp.numpy()
+
+
+def held_by(engine: Engine, row: Row) -> Cache:
+    """What a running row holds of the pool, as a model's own cache of one row."""
+    assert row.lease is not None
+    assert isinstance(engine.model, K3ForCausalLM)
+    pages, states = iter(engine.pool.export_pages(row.lease.pages)), iter(engine.pool.export_states([row.lease.slot]))
+    layers: list[LayerState] = []
+    for layer in engine.model.decoder_layers():
+        if isinstance(layer.self_attn, KdaAttention):
+            state, tail = next(states), next(states)
+            layers.append(KdaState(tail, state))
+        else:
+            layers.append(MlaRows(next(pages).flatten(0, 1)[None, : row.length]))
+    return Cache(tuple(layers), torch.ones(1, row.length, dtype=torch.bool), torch.tensor([row.length]))
 
 
 def completion(trajectory: Trajectory) -> list[int]:

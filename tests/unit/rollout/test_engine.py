@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from engine_cases import completion, finish_all, group, policy, recomputed, sampled, weights
+from engine_cases import completion, finish_all, group, held_by, policy, recomputed, sampled, weights
 
 from driftline.messages.codec import decode, encode
 from driftline.messages.types import Finish, Trajectory
-from driftline.models.cache import KdaState, MlaRows
+from driftline.models.cache import Cache, KdaState, MlaRows
 from driftline.models.state import load_state
 from driftline.services.rollout.engine import Engine
 
@@ -142,8 +142,7 @@ def test_rows_in_flight_go_on_with_their_caches_and_the_new_weights() -> None:
     engine.submit(group(0, members=2, max_tokens=8))
     engine.step()
     engine.step()
-    held, last = engine._cache, torch.tensor([row.tokens[-1] for row in engine._rows])
-    assert held is not None
+    held, last = Cache.cat([held_by(engine, row) for row in engine._rows]), torch.tensor([row.tokens[-1] for row in engine._rows])
     engine.load(1, weights(1))
     engine.step()
     with torch.no_grad():
@@ -165,19 +164,19 @@ def test_recomputing_rebuilds_the_caches_of_running_rows_under_the_new_weights()
     engine.step()
     engine.load(1, weights(1), recompute=True)
     new = policy(1)
-    cache = engine._cache
-    assert cache is not None
-    for i, row in enumerate(engine._rows):
+    assert len(engine._rows) == 4
+    for row in engine._rows:
         with torch.no_grad():
             alone = new(torch.tensor([row.prompt + row.tokens[:-1]])).cache
-        for held, want in zip(cache.layers, alone.layers, strict=True):
+        for held, want in zip(held_by(engine, row).layers, alone.layers, strict=True):
             if isinstance(held, KdaState):
                 assert isinstance(want, KdaState)
-                torch.testing.assert_close(held.state[i], want.state[0], rtol=0, atol=1e-5)
-                torch.testing.assert_close(held.tail[i], want.tail[0], rtol=0, atol=1e-5)
+                torch.testing.assert_close(held.state, want.state, rtol=0, atol=1e-5)
+                torch.testing.assert_close(held.tail, want.tail, rtol=0, atol=1e-5)
             else:
+                assert isinstance(held, MlaRows)
                 assert isinstance(want, MlaRows)
-                torch.testing.assert_close(held.rows[i][cache.valid[i]], want.rows[0], rtol=0, atol=1e-5)
+                torch.testing.assert_close(held.rows, want.rows, rtol=0, atol=1e-5)
     done = finish_all(engine)
     for t in done.values():
         made_by_new = t.versions[t.action_mask] == 1

@@ -17,7 +17,8 @@ from driftline.messages.memory import MemoryBus
 from driftline.messages.types import Trajectory
 from driftline.policy_store.blobs import MemoryBlobs
 from driftline.services.rollout import service as rollout_service
-from driftline.services.rollout.engine import Engine, _Row
+from driftline.services.rollout.engine import Engine
+from driftline.services.rollout.engine.row import Row
 from driftline.services.rollout.service import RolloutService, _bytes
 from driftline.services.runtime import run_topology
 
@@ -109,7 +110,7 @@ def test_a_sampled_token_costs_twelve_bytes_and_the_prompt_is_shared() -> None:
     prompt = array("i", range(1000))
     tracemalloc.start()
     try:
-        rows = [_Row(case(0, members), m, 0, prompt, 0.0) for m in range(members)]
+        rows = [Row(case(0, members), m, 0, prompt, 0.0) for m in range(members)]
         for row in rows:
             for i in range(tokens):
                 row.tokens.append(100_000 + i)
@@ -126,13 +127,8 @@ def test_members_share_their_prompt_and_its_routes_and_a_turn_ships_one_token() 
     """M1: no step copies or recomputes a prefix: the tokens that go through the model are the prompts once and then one a member."""
     engine = Engine(policy(), version=0, record_routes=True)
     fed: list[int] = []
-    real = engine.model.forward
-
-    def forward(tokens: Any, **more: Any) -> Any:
-        fed.append(tokens.numel())
-        return real(tokens, **more)
-
-    engine.model.forward = forward  # type: ignore[method-assign]
+    embedding = engine.model.get_submodule("model.embed_tokens")
+    embedding.register_forward_pre_hook(lambda _module, given: fed.append(given[0].numel()))
     engine.submit(case(0, members=6, max_tokens=30))
     engine.step()
     assert len({id(row.prompt) for row in engine._rows}) == 1

@@ -1,0 +1,64 @@
+"""How much memory an engine gives to what it computes once: pages of tokens and slots of states, from a budget in bytes or from what is free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from driftline.messages.errors import ConfigError
+from driftline.models.causal_lm import CausalLM
+from driftline.models.paged import PAGE, Pool
+
+__all__ = ["EngineMemory", "Plan", "plan"]
+
+HOST_BYTES = 2**30
+"""On a CPU, unless told: beyond what one sequence needs."""
+FREE = 0.6
+"""Of a device's free memory, unless told: the rest is for a step's own tensors, and for a learner's or a drafter's."""
+SNAPSHOTS = 3
+"""States kept for each running row, where there is room."""
+
+
+@dataclass(frozen=True)
+class EngineMemory:
+    """`cache_bytes`: for rows and states on the device, running and cached (0: what is useful, within what is free). `host_bytes`: for what leaves the device.
+    `prefix_cache` False: nothing is kept that does not run."""
+
+    cache_bytes: int = 0
+    host_bytes: int = 0
+    prefix_cache: bool = True
+
+
+class Plan(NamedTuple):
+    """Page 0 among them is nobody's."""
+
+    pages: int
+    slots: int
+
+
+def plan(model: CausalLM, memory: EngineMemory, *, max_batch: int, window: int = 1) -> Plan:
+    """Every row that runs has a state; one sequence of the model's length always fits. ConfigError when `cache_bytes` is less than that."""
+    sizes = Pool.sizes(model, window)
+    longest = -(-model.config.max_position_embeddings // PAGE) + 1
+    useful = (1 + (SNAPSHOTS if memory.prefix_cache else 0)) * max_batch
+    least_slots, slots = (max_batch, useful) if sizes.state_bytes else (0, 0)
+    least = (longest + 1) * sizes.page_bytes + least_slots * sizes.state_bytes
+    budget = memory.cache_bytes
+    if budget and budget < least:
+        raise ConfigError(f"{max_batch} states and one sequence of {model.config.max_position_embeddings} tokens take {least} bytes", field="rollout.cache_mb",
+                          value=budget / 2**20, remedy=f"give at least {-(-least // 2**20)}, or make max_batch smaller")
+    if not budget:
+        budget = max(least, _free(next(model.parameters()).device))
+    if sizes.state_bytes:
+        slots = max(least_slots, min(slots, budget // 2 // sizes.state_bytes))
+    pages = (budget - slots * sizes.state_bytes) // sizes.page_bytes
+    return Plan(int(max(longest + 1, min(pages, 1 + useful * longest))), int(slots))
+
+
+def _free(device: torch.device) -> int:
+    if device.type != "cuda":
+        return HOST_BYTES
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(FREE * free)
