@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 from driftline.services.rollout.prefix.keys import PAGE, CacheKey
-from driftline.services.rollout.prefix.node import Tokens, chunk
+from driftline.services.rollout.prefix.node import NOTHING, Tokens, chunk, digest_of
 
 __all__ = ["Branches"]
 
@@ -36,10 +36,10 @@ class Branches:
         self._positions: OrderedDict[bytes, _Position] = OrderedDict()
         self._ends: OrderedDict[bytes, None] = OrderedDict()
 
-    def see(self, key: CacheKey, tokens: Tokens) -> None:
-        """A prompt was let in."""
+    def see(self, key: CacheKey, tokens: Tokens, begin: int = 0, before: bytes = NOTHING) -> None:
+        """A prompt was let in. Its first `begin` tokens, whose digest is given, are cached: what lies before them was seen with whoever left them."""
         last = None
-        for digest, _, then in _positions(tokens):
+        for digest, _, then in _positions(tokens, begin, before):
             known = self._positions.get(digest)
             if known is None:
                 known = self._positions[digest] = _Position(then)
@@ -59,23 +59,26 @@ class Branches:
         while len(self._ends) > self._capacity:
             self._ends.popitem(last=False)
 
-    def parting(self, tokens: Tokens, after: int, until: int) -> int | None:
-        """The last position in (after, until], a multiple of PAGE, where these tokens and others part, or where the same prompt comes again."""
+    def parting(self, tokens: Tokens, begin: int = 0, before: bytes = NOTHING) -> int | None:
+        """The last position behind `begin`, a multiple of PAGE, where these tokens and others part, or where the same prompt comes again."""
         found = None
-        for digest, position, then in _positions(tokens):
-            if position > until:
-                break
-            known = self._positions.get(digest)
-            if position > after and known is not None and (known.parted or known.repeated or not _agree(known.then, then)):
+        for digest, position, then in _positions(tokens, begin, before):
+            if position > begin and self.parts_at(digest, then):
                 found = position
         return found
 
+    def parts_at(self, digest: bytes, then: bytes) -> bool:
+        """Whether others, or the same again, come behind what has this digest; `then` comes now."""
+        known = self._positions.get(digest)
+        return known is not None and (known.parted or known.repeated or not _agree(known.then, then))
 
-def _positions(tokens: Tokens) -> Iterator[tuple[bytes, int, bytes]]:
-    """Digest of all tokens before a position, the position, and the tokens of the page behind it, which has at least one."""
-    digest = b"\0" * 16
-    for position in range(PAGE, len(tokens), PAGE):
-        digest = blake2b(chunk(tokens, position - PAGE, position), key=digest, digest_size=16).digest()
+
+def _positions(tokens: Tokens, begin: int, digest: bytes) -> Iterator[tuple[bytes, int, bytes]]:
+    """Digest of all tokens before a position from `begin` on, the position, and the tokens of the page behind it, which has at least one."""
+    if begin:
+        yield digest, begin, chunk(tokens, begin, begin + PAGE)
+    for position in range(begin + PAGE, len(tokens), PAGE):
+        digest = digest_of(digest, chunk(tokens, position - PAGE, position))
         yield digest, position, chunk(tokens, position, position + PAGE)
 
 

@@ -62,7 +62,9 @@ class PrefixCache:
             self._misses += lease.hit == 0
             self._hit_tokens += lease.hit
             self._missed_tokens += len(tokens) - lease.hit
-            self._branches.see(keys[0], tokens)
+            if self.enabled and self.stock.stateful:
+                stand = lease.at
+                self._branches.see(keys[0], tokens, *((stand.end, stand.digest) if stand is not None else ()))
         return lease
 
     def length_of_hit(self, keys: Sequence[CacheKey], tokens: Tokens) -> int:
@@ -77,7 +79,8 @@ class PrefixCache:
         _checked(tokens)
         if not self.enabled or not self.stock.stateful or not keys:
             return None
-        return self._branches.parting(tokens, self.length_of_hit(keys, tokens), len(tokens) - 1)
+        hit = self._find(keys, tokens, len(tokens) - 1)
+        return self._branches.parting(tokens, hit.stand.end, hit.stand.digest) if hit else self._branches.parting(tokens)
 
     def grow(self, lease: Lease, length: int) -> bool:
         """Pages for `length` tokens. False: no memory, even after eviction; the lease is as it was."""
@@ -217,14 +220,12 @@ class PrefixCache:
         node, stock = hit.node, self.stock
         path = node.path()
         key, versions, routes = node.key, _versions(path), _routes(path, hit.length)
-        shared, partial = path[: hit.length // PAGE], hit.length % PAGE > 0
-        stand = shared[-1] if shared else stock.root(key)
+        shared, partial, stand = path[: hit.length // PAGE], hit.length % PAGE > 0, hit.stand
         anchor = next((n for n in reversed(path) if n.page), stock.root(key))
         missing = [n for n in shared if not n.page]
         pinned = (node, anchor, stand)
         for held in pinned:
             stock.pin(held)
-        node.hits += 1
         # A leaf that only this sequence continues: where there is no room for a copy beside it, or none is wanted, it goes over as it is.
         whole = not node.full and node.page > 0 and hit.length == node.end and stock.pages.references(node.page) == 1 and not node.children
         room = not (whole and take_over) and stock.reclaim(len(missing) + partial, int(stock.stateful), node)
@@ -235,6 +236,7 @@ class PrefixCache:
             if partial:
                 pages.append(self._copied_page(node))
             lease = Lease(self._copied_state(node) if stock.stateful else 0, pages)
+            node.hits += 1
             stock.touch(node)
         elif whole and (node.slot >= 0 or not stock.stateful):
             page, slot = stock.take_over(node)
@@ -324,7 +326,7 @@ class PrefixCache:
 
     def _worth_a_state(self, node: Node, tokens: Tokens) -> bool:
         """Others part here, or so many pages lie behind the last state that one more costs no more than they do."""
-        if self._branches.parting(tokens, node.end - 1, node.end) is not None:
+        if self._branches.parts_at(node.digest, chunk(tokens, node.end, node.end + PAGE)):
             return True
         before, pages = node.parent, 1
         while before is not None and before.parent is not None and not before.has_state:

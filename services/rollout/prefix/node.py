@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left, insort
 from collections.abc import Iterator
+from hashlib import blake2b
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -17,11 +18,17 @@ import numpy.typing as npt
 from driftline.services.rollout.prefix.extents import Extent
 from driftline.services.rollout.prefix.keys import PAGE, CacheKey
 
-__all__ = ["Hit", "Node", "Routes", "Tokens", "chunk", "longest_rows", "longest_state"]
+__all__ = ["NOTHING", "Hit", "Node", "Routes", "Tokens", "chunk", "digest_of", "longest_rows", "longest_state"]
 
 Tokens: TypeAlias = "array[int] | npt.NDArray[np.int32]"
 Routes = npt.NDArray[np.int16]
 WIDTH = 4  # bytes of a token
+NOTHING = b"\0" * 16
+
+
+def digest_of(before: bytes, tokens: bytes) -> bytes:
+    """Of a page's tokens and, by their digest, all before them."""
+    return blake2b(tokens, key=before, digest_size=16).digest()
 
 
 def chunk(tokens: Tokens, begin: int, end: int) -> bytes:
@@ -33,7 +40,7 @@ class Node:
     here; `hits`: times something continued from here; `resident`: children with a page on the device."""
 
     __slots__ = (
-        "children", "end", "entry", "hits", "host_page", "host_state", "key", "lengths", "order", "page", "parent", "pins", "priority", "resident",
+        "children", "digest", "end", "entry", "hits", "host_page", "host_state", "key", "lengths", "order", "page", "parent", "pins", "priority", "resident",
         "routes", "slot", "superseded", "tokens", "versions",
     )
 
@@ -42,6 +49,7 @@ class Node:
     ) -> None:
         self.key, self.parent, self.tokens = key, parent, tokens
         self.end: int = (parent.end if parent else 0) + len(tokens) // WIDTH
+        self.digest = digest_of(parent.digest, tokens) if parent is not None and self.full else NOTHING
         self.page, self.slot = page, -1
         self.host_page: Extent | None = None
         self.host_state: Extent | None = None
@@ -109,6 +117,12 @@ class Hit(NamedTuple):
 
     node: Node
     length: int
+
+    @property
+    def stand(self) -> Node:
+        """The last node all of whose page is."""
+        node, parent = self.node, self.node.parent
+        return node if parent is None or (node.full and self.length == node.end) else parent
 
 
 def _walk(root: Node, tokens: Tokens, limit: int) -> list[Node]:

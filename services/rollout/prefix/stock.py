@@ -58,8 +58,8 @@ class Stock:
         """A new node with its own reference to a page that somebody holds."""
         node = Node(parent.key, parent, tokens, page=self.pages.share(page), routes=routes, versions=versions)
         parent.add(node)
-        self.touch(node)
         if not self.stateful:
+            self.touch(node)
             parent.entry = 0  # not a leaf any more
         return node
 

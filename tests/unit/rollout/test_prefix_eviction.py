@@ -213,3 +213,16 @@ def test_a_tree_whose_last_rows_the_host_gave_up_is_gone() -> None:
         left(cache, pool, text(seed, 11))
     cache.check()
     assert list(cache.stock.roots) == [KEY]
+
+
+def test_a_begin_that_found_no_memory_is_no_use_of_the_leaf() -> None:
+    pool = RecordingPool(pages=60, slots=1)
+    cache = PrefixCache(pool, host=HostTier(10_000))
+    left(cache, pool, text(1, 100))
+    held = started(cache, pool, text(2, 9))
+    assert cache.begin([KEY], text(1, 110)) is None
+    assert [node.hits for node in cache.stock.roots[KEY].below()] == [0, 0, 0]
+    cache.end(held)
+    lease = cache.begin([KEY], text(1, 110))
+    assert lease is not None
+    assert [node.hits for node in cache.stock.roots[KEY].below()] == [0, 0, 1]
