@@ -26,7 +26,8 @@ __all__ = ["Schedule", "Trained", "losses", "train", "unrolled"]
 
 @dataclass(frozen=True)
 class Schedule:
-    """steps of batches of `texts` texts; unrolled: drafts in a chain; decay: weight of each next draft's loss. Raises ConfigError."""
+    """steps of batches of `texts` texts; unrolled: drafts in a chain; decay: weight of each next draft's loss. remember: the target computes each batch once, and
+    what it computed is held: (taps + 1) * D numbers a token. Raises ConfigError."""
 
     steps: int = 400
     texts: int = 16
@@ -35,6 +36,7 @@ class Schedule:
     decay: float = 0.8
     warmup: int = 20
     seed: int = 0
+    remember: bool = True
 
     def __post_init__(self) -> None:
         for field in ("steps", "texts", "unrolled"):
@@ -128,12 +130,22 @@ def train(
     if not usable:
         raise ConfigError("no text with 3 tokens and a sampled one", field="texts", value=len(texts), remedy="sample some")
     rng = np.random.default_rng(schedule.seed)
+    batches = _batches(usable, schedule.texts, rng)
+    held: dict[int, Observed] = {}
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=schedule.lr, betas=(0.9, 0.95), weight_decay=0.0)
     drafter.train()
     last: tuple[float, ...] = ()
+    order = np.arange(len(batches))
     for step in range(schedule.steps):
-        batch = [usable[int(i)] for i in rng.choice(len(usable), size=min(schedule.texts, len(usable)), replace=False)]
-        parts = losses(drafter, model, observed(model, taps, batch), schedule.unrolled)
+        if step % len(batches) == 0:
+            order = rng.permutation(len(batches))
+        which = int(order[step % len(batches)])
+        seen = held.get(which)
+        if seen is None:
+            seen = observed(model, taps, batches[which])
+            if schedule.remember:
+                held[which] = seen
+        parts = losses(drafter, model, seen, schedule.unrolled)
         total = sum((part * schedule.decay**k for k, part in enumerate(parts)), torch.zeros((), device=parts[0].device))
         for group in optimizer.param_groups:
             group["lr"] = schedule.lr * schedule.rate(step)
@@ -147,3 +159,9 @@ def train(
                 say(step + 1, last)
     drafter.eval()
     return Trained(schedule.steps, last)
+
+
+def _batches(texts: Sequence[Text], size: int, rng: np.random.Generator) -> list[list[Text]]:
+    """Batches of texts of similar lengths, so that little of them is padding; which of equal ones go together is drawn."""
+    order = sorted(rng.permutation(len(texts)).tolist(), key=lambda i: len(texts[i].tokens))
+    return [[texts[i] for i in order[start : start + size]] for start in range(0, len(order), size)]
