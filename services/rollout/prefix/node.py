@@ -49,7 +49,7 @@ class Node:
     ) -> None:
         self.key, self.parent, self.tokens = key, parent, tokens
         self.end: int = (parent.end if parent else 0) + len(tokens) // WIDTH
-        self.digest = digest_of(parent.digest, tokens) if parent is not None and self.full else NOTHING
+        self.digest: bytes = digest_of(parent.digest, tokens) if parent is not None and self.full else NOTHING
         self.page, self.slot = page, -1
         self.host_page: Extent | None = None
         self.host_state: Extent | None = None
