@@ -14,7 +14,9 @@ from driftline.models.paged import PAGE, Pool
 __all__ = ["EngineMemory", "Plan", "plan"]
 
 HOST_BYTES = 2**30
-"""On a CPU, unless told: beyond what one sequence needs."""
+"""On a CPU, unless told, or what one sequence needs."""
+HOST_PAGES = 64
+"""And no more than 4,096 tokens of every row."""
 FREE = 0.6
 """Of a device's free memory, unless told: the rest is for a step's own tensors, and for a learner's or a drafter's."""
 SNAPSHOTS = 3
@@ -45,16 +47,18 @@ def plan(model: CausalLM, memory: EngineMemory, *, max_batch: int, window: int =
     useful = (1 + (SNAPSHOTS if memory.prefix_cache else 0)) * max_batch
     least_slots, slots = (max_batch, useful) if sizes.state_bytes else (0, 0)
     least = (longest + 1) * sizes.page_bytes + least_slots * sizes.state_bytes
-    budget = memory.cache_bytes
+    device, budget = next(model.parameters()).device, memory.cache_bytes
     if budget and budget < least:
         raise ConfigError(f"{max_batch} states and one sequence of {model.config.max_position_embeddings} tokens take {least} bytes", field="rollout.cache_mb",
                           value=budget / 2**20, remedy=f"give at least {-(-least // 2**20)}, or make max_batch smaller")
+    each = longest
     if not budget:
-        budget = max(least, _free(next(model.parameters()).device))
+        budget = max(least, _free(device))
+        each = longest if device.type == "cuda" else min(longest, HOST_PAGES)
     if sizes.state_bytes:
         slots = max(least_slots, min(slots, budget // 2 // sizes.state_bytes))
     pages = (budget - slots * sizes.state_bytes) // sizes.page_bytes
-    return Plan(int(max(longest + 1, min(pages, 1 + useful * longest))), int(slots))
+    return Plan(int(max(longest + 1, min(pages, 1 + useful * each))), int(slots))
 
 
 def _free(device: torch.device) -> int:
