@@ -66,8 +66,9 @@ class DecodeBatch:
 class PrefillBatch:
     """The next tokens of S sequences behind one another: tokens int64 [N], of which counts[s] are sequence s's.
 
-    context int32 [S]: tokens of it that are in the pool. The others as in a `DecodeBatch`; keys and positions: the draw of the token behind the sequence's last one
-    here. sample: False where no sequence ends its prompt, and nothing is drawn. Raises ValueError.
+    context int32 [S]: tokens of it that are in the pool. slots, tables and adapters as in a `DecodeBatch`. What is drawn, M tokens: keys uint64 [M], positions
+    int64 [M], temperatures float32 [M]; behind int64 [M]: of which sequence's last token here (None: one behind each), for members of a group begin alike. sample:
+    False where no sequence ends its prompt, and nothing is drawn. Raises ValueError.
     """
 
     tokens: np.ndarray
@@ -80,13 +81,20 @@ class PrefillBatch:
     temperatures: np.ndarray
     sample: bool = True
     adapters: Sequence[int] | None = None
+    behind: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         if self.tokens.ndim != 1 or self.tokens.dtype != np.int64:
             raise ValueError(f"tokens is {self.tokens.dtype} {self.tokens.shape}; give int64 [N]")
         if not len(self.counts) or min(self.counts) < 1 or sum(self.counts) != self.tokens.size:
             raise ValueError(f"counts is {list(self.counts)} for {self.tokens.size} tokens; give at least one token to each sequence, and all of them")
-        _checked(self, len(self.counts), (*(field for field in _ROWS if field[0] != "lengths"), ("context", np.int32)))
+        _checked(self, len(self.counts), (("slots", np.int32), ("context", np.int32)))
+        if self.behind is None:
+            _checked(self, len(self.counts), _DRAWS)
+            return
+        if self.behind.ndim != 1 or self.behind.dtype != np.int64 or (self.behind.size and not 0 <= self.behind.min() <= self.behind.max() < self.rows):
+            raise ValueError(f"behind is {self.behind.dtype} {self.behind.tolist()}; give int64 [M], a sequence 0..{self.rows - 1} for each token to draw")
+        _checked(self, self.behind.size, _DRAWS, tables=False)
 
     @property
     def rows(self) -> int:
@@ -95,7 +103,7 @@ class PrefillBatch:
 
 @dataclass(frozen=True)
 class Sampled:
-    """tokens int64 and logprobs float32 [B, T]: behind each of the batch's tokens, whether it stands or not; of a prefill [S, 1], empty [S, 0] where nothing was drawn.
+    """tokens int64 and logprobs float32 [B, T]: behind each of the batch's tokens, whether it stands or not; of a prefill [M, 1], empty [0, 1] where nothing was drawn.
 
     routes int16 [B, T, layers, k], of a prefill [N, layers, k]. accepted int32 [B]: how many drafts stand, where a rule said so on the device. On the device, and overwritten by
     the next step: hidden [B, T, D] ([S, 1, D]), what the tokens were sampled from; taps [B, T, ...] (of a prefill [N, ...]), what a drafter asked for.
@@ -109,16 +117,17 @@ class Sampled:
     taps: torch.Tensor | None = None
 
 
-_ROWS: tuple[tuple[str, Any], ...] = (
-    ("slots", np.int32), ("lengths", np.int32), ("keys", np.uint64), ("positions", np.int64), ("temperatures", np.float32),
-)
+_DRAWS: tuple[tuple[str, Any], ...] = (("keys", np.uint64), ("positions", np.int64), ("temperatures", np.float32))
+_ROWS: tuple[tuple[str, Any], ...] = (("slots", np.int32), ("lengths", np.int32), *_DRAWS)
 
 
-def _checked(batch: DecodeBatch | PrefillBatch, rows: int, fields: Sequence[tuple[str, Any]]) -> None:
+def _checked(batch: DecodeBatch | PrefillBatch, rows: int, fields: Sequence[tuple[str, Any]], *, tables: bool = True) -> None:
     for name, dtype in fields:
         array = getattr(batch, name)
         if array is not None and (array.shape != (rows,) or array.dtype != dtype):
-            raise ValueError(f"{name} is {array.dtype} {array.shape}; give {np.dtype(dtype)} ({rows},), one for each row")
+            raise ValueError(f"{name} is {array.dtype} {array.shape}; give {np.dtype(dtype)} ({rows},), one for each")
+    if not tables:
+        return
     if batch.tables.ndim != 2 or batch.tables.shape[0] != rows or batch.tables.dtype != np.int32:
         raise ValueError(f"tables is {batch.tables.dtype} {batch.tables.shape}; give int32 [{rows}, P]")
     if batch.adapters is not None and len(batch.adapters) != rows:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -71,15 +72,22 @@ class EagerRunner:
         tokens, slots, tables, context = (sent(x, self.device) for x in (batch.tokens, batch.slots, batch.tables, batch.context))
         with self._adapters(batch.adapters, batch.rows, packed):
             out = prefill(self.model, self.pool, tokens, packed, slots, tables, context, contexts=batch.context.tolist())
-            tapped = None if self.taps is None else self.taps()
-            hidden = out.hidden.index_select(0, packed.bounds[1:] - 1)
-            routes = out.routes.to(torch.int16)
-            if not batch.sample:
-                nothing = tokens.new_zeros(batch.rows, 0)
-                return Pending(Fetch([nothing, nothing.float(), routes]), hidden[:, None], taps=tapped)
-            draws = device_uniforms(sent(batch.keys, self.device), sent(batch.positions, self.device))
-            sampled, logprobs = drawn(self.model, hidden, sent(batch.temperatures, self.device), draws, self._greedy(batch))
-        return Pending(Fetch([sampled[:, None], logprobs[:, None], routes]), hidden[:, None], taps=tapped)
+        tapped = None if self.taps is None else self.taps()
+        hidden = out.hidden.index_select(0, packed.bounds[1:] - 1)
+        if batch.sample and batch.keys.size:
+            first, logprobs = self._drawn(batch, hidden)
+        else:
+            first, logprobs = tokens.new_zeros(0), hidden.new_zeros(0, dtype=torch.float32)
+        return Pending(Fetch([first[:, None], logprobs[:, None], out.routes.to(torch.int16)]), hidden[:, None], taps=tapped)
+
+    def _drawn(self, batch: PrefillBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        adapters = batch.adapters
+        if batch.behind is not None:
+            hidden = hidden.index_select(0, sent(batch.behind, self.device))
+            adapters = None if adapters is None else [adapters[i] for i in batch.behind]
+        keys, positions, temperatures = (sent(x, self.device) for x in (batch.keys, batch.positions, batch.temperatures))
+        with self._adapters(adapters, hidden.shape[0], None):
+            return drawn(self.model, hidden, temperatures, device_uniforms(keys, positions), self._greedy(batch))
 
     @torch.inference_mode()
     def begin_decode(self, batch: DecodeBatch) -> Pending:
@@ -87,7 +95,8 @@ class EagerRunner:
         staged = Staged(shape_of(batch), self.device)
         staged.load(batch)
         with self._adapters(batch.adapters, batch.rows, None):
-            out = step(self.model, self._forward, staged.inputs, self._greedy(batch), self.rule, self.taps)
+            longest = int(batch.lengths.max()) + batch.window
+            out = step(self.model, partial(self._forward, longest=longest), staged.inputs, self._greedy(batch), self.rule, self.taps)
         return pending(out, batch.rows)
 
     def prefill(self, batch: PrefillBatch) -> Sampled:
@@ -101,8 +110,8 @@ class EagerRunner:
     def weights_changed(self) -> None:
         """Nothing is prepared for them."""
 
-    def _forward(self, inputs: Inputs) -> Computed:
-        return decode(self.model, self.pool, inputs.tokens, inputs.slots, inputs.tables, inputs.lengths, inputs.accepted)
+    def _forward(self, inputs: Inputs, longest: int | None = None) -> Computed:
+        return decode(self.model, self.pool, inputs.tokens, inputs.slots, inputs.tables, inputs.lengths, inputs.accepted, longest=longest)
 
     def _greedy(self, batch: DecodeBatch | PrefillBatch) -> Greedy:
         likeliest = batch.temperatures <= 0

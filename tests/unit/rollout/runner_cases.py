@@ -70,7 +70,7 @@ class Eager(EagerRunner):
         super().__init__(model, None, **settings)  # type: ignore[arg-type]
         self.states = states
 
-    def _forward(self, inputs: Inputs) -> Computed:
+    def _forward(self, inputs: Inputs, longest: int | None = None) -> Computed:
         return self.states(self.model, inputs)  # type: ignore[arg-type]
 
 
@@ -79,7 +79,7 @@ class Graphs(GraphRunner):
         super().__init__(model, None, max_batch, capture=capture, **settings)  # type: ignore[arg-type]
         self.states = states
 
-    def _forward(self, inputs: Inputs) -> Computed:
+    def _forward(self, inputs: Inputs, longest: int | None = None) -> Computed:
         return self.states(self.model, inputs)  # type: ignore[arg-type]
 
 

@@ -63,6 +63,7 @@ def test_distributions_of_another_number_of_drafts_are_refused() -> None:
 
 @pytest.mark.parametrize(("field", "value"), [
     ("counts", (2, 2)), ("counts", (5, 0)), ("counts", ()), ("tokens", np.zeros(5, dtype=np.int32)), ("context", np.zeros(2, dtype=np.int64)),
+    ("keys", np.zeros(3, dtype=np.uint64)), ("behind", np.array([0, 2])), ("behind", np.array([0, -1])), ("behind", np.array([0, 1], dtype=np.int32)),
 ])
 def test_a_prefill_that_does_not_fit_is_refused(field: str, value: Any) -> None:
     assert prefilling().rows == 2
@@ -135,3 +136,10 @@ def test_distributions_lie_where_the_graph_reads_them() -> None:
     staged.load(batch)
     assert torch.equal(staged.inputs.probs[:2], torch.full((2, 2, 5), 0.2))
     assert not staged.inputs.probs[2:].any()
+
+
+def test_more_tokens_may_be_drawn_than_there_are_sequences() -> None:
+    five = {"keys": np.zeros(5, dtype=np.uint64), "positions": np.zeros(5, dtype=np.int64), "temperatures": np.ones(5, dtype=np.float32)}
+    assert prefilling(behind=np.array([0, 0, 0, 1, 1]), **five).rows == 2
+    with pytest.raises(ValueError, match="keys"):
+        prefilling(behind=np.array([0, 0, 1]), **five)

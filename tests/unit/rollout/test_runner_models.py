@@ -162,6 +162,23 @@ def test_windows_of_drafts_sample_what_steps_sample(make) -> None:  # type: igno
     assert drafted.runner.tally.replayed == 3
 
 
+def test_members_of_a_group_draw_behind_one_prompt() -> None:
+    """Each with a draw of its own, and as if the prompt had been computed for it alone; the likeliest where the temperature is 0."""
+    model = k3()
+    alone = Rows(EagerRunner(model, pool(model)))
+    alone.keys[:] = 7
+    alone.prefill()
+    rows = Rows(EagerRunner(model, pool(model)))
+    out = rows.runner.prefill(PrefillBatch(
+        np.array([t for p in PROMPTS for t in p], dtype=np.int64), [len(p) for p in PROMPTS], rows.slots, rows.tables, np.zeros(3, dtype=np.int32),
+        np.array([3, 7, 9, 7, 7], dtype=np.uint64), np.zeros(5, dtype=np.int64), np.array([1, 1, 1, 1, 0], dtype=np.float32), behind=np.array([0, 0, 2, 1, 1])))
+    assert out.tokens.shape == (5, 1)
+    assert (out.tokens[1, 0], out.tokens[3, 0]) == (alone.tokens[0][-1], alone.tokens[1][-1])
+    assert (out.logprobs[1, 0], out.logprobs[3, 0]) == (np.float32(alone.logprobs[0][0]), np.float32(alone.logprobs[1][0]))
+    with torch.inference_mode():
+        assert out.tokens[4, 0] == int(model.logits(out.hidden[1, 0]).argmax())
+
+
 def test_rows_without_an_adapter_are_replayed_under_a_bank_and_others_are_not() -> None:
     plain = Rows(EagerRunner(k3(), pool(k3())))
     plain.prefill()
