@@ -7,8 +7,8 @@ import json
 import httpx
 import openai
 import pytest
+from gateway_cases import served
 from scripted_engine import ScriptedEngine
-from served import served
 
 SCRIPT = list("hello \U0001f600 world".encode())
 

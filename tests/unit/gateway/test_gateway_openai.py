@@ -7,8 +7,8 @@ import math
 
 import openai
 import pytest
+from gateway_cases import served, until
 from scripted_engine import ScriptedEngine
-from served import served, until
 
 SCRIPT = "hello \U0001f600 world"
 
