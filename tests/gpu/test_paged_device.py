@@ -34,7 +34,8 @@ DENSE = DenseConfig(model_type=Architecture.QWEN3, vocab_size=1024, hidden_size=
                     num_key_value_heads=2, head_dim=64, qk_norm=True, qkv_bias=True)
 KINDS = ("k3", "dense")
 FAR = 0.05
-"""Of hidden states of size 1, by other orders of bfloat16 sums: relative to the largest, root mean square."""
+"""Distance of a token's hidden state, relative to it, that other orders of bfloat16 sums make of most tokens: where two experts are nearly equal one is taken for the
+other, so it is asked of the middle one of a row."""
 
 
 @cache
@@ -57,7 +58,7 @@ def deterministic() -> Iterator[None]:
 def near(found: Rows, wanted: Rows) -> None:
     for a, b in zip(found, wanted, strict=True):
         assert a.isfinite().all()
-        assert float((a.float() - b.float()).square().mean().sqrt() / b.float().square().mean().sqrt()) < FAR
+        assert float(((a.float() - b.float()).norm(dim=-1) / b.float().norm(dim=-1)).median()) < FAR
 
 
 @pytest.mark.parametrize("kind", KINDS)
