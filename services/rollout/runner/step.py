@@ -19,6 +19,10 @@ from driftline.services.rollout.sampler import draw
 __all__ = ["Forward", "Greedy", "Outputs", "Rule", "Taps", "drawn", "step"]
 
 
+CHANCES = 2**25
+"""Of a vocabulary and rows at a time: their running sums are fp64, and 1,024 positions of K3's would hold 1.3 GB in each of several tensors."""
+
+
 class Computed(Protocol):
     """What a forward gives: hidden [B, T, D] and routes int64 [B, T, layers, k]."""
 
@@ -80,6 +84,12 @@ def step(model: CausalLM, forward: Forward, inputs: Inputs, greedy: Greedy, rule
 
 def drawn(model: CausalLM, hidden: torch.Tensor, temperatures: torch.Tensor, draws: torch.Tensor, greedy: Greedy) -> tuple[torch.Tensor, torch.Tensor]:
     """hidden [N, D], temperatures fp32 [N], draws float64 [N]: tokens int64 [N] and their log-probabilities fp32 [N]."""
+    rows = max(1, CHANCES // model.lm_head.weight.shape[0])
+    parts = [_drawn(model, *part, greedy) for part in zip(hidden.split(rows), temperatures.split(rows), draws.split(rows), strict=True)]
+    return parts[0] if len(parts) == 1 else (torch.cat([tokens for tokens, _ in parts]), torch.cat([logprobs for _, logprobs in parts]))
+
+
+def _drawn(model: CausalLM, hidden: torch.Tensor, temperatures: torch.Tensor, draws: torch.Tensor, greedy: Greedy) -> tuple[torch.Tensor, torch.Tensor]:
     if not greedy.some and not greedy.every:
         return draw(model, hidden, temperatures, draws)
     likeliest = temperatures <= 0

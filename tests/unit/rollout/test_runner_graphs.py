@@ -182,6 +182,13 @@ def test_a_window_draws_what_plain_steps_draw() -> None:
     assert np.array_equal(scored.tokens, np.concatenate([d.tokens for d in drawn], axis=1))
 
 
+def test_rows_drawn_in_parts_are_drawn_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, asked = Model(), batch([1, 2, 3, 4, 5], temperature=[1.0, 0.0, 1.0, 0.5, 0.0])
+    whole = Eager(model, States()).decode(asked)
+    monkeypatch.setattr("driftline.services.rollout.runner.step.CHANCES", 2 * VOCABULARY)
+    same(Eager(model, States()).decode(asked), whole)
+
+
 def test_a_rule_is_given_the_window_and_says_what_stands() -> None:
     seen = []
 
