@@ -263,15 +263,25 @@ async def test_where_loading_everything_fails_too_the_engine_ends_and_draws_noth
 
 
 async def test_a_prompt_that_comes_again_under_a_new_version_is_computed_again(bus: MemoryBus, publisher: Publisher) -> None:
-    """W16: the beginning of a prompt is kept for the next group with it, and belongs to the version that computed it."""
-    same = groups_of(CONFIG, [0])[0]
+    """W16: what a prompt begins with is kept for the groups after it, and belongs to the version that computed it: the first group of a version finds nothing."""
+    again = 4
+    task = groups_of(CONFIG, [0])[0].task
+    task = task.model_copy(update={"prompt": "Take your time and spell backward, one letter after another, whatever stands behind the colon. " * 2 + task.prompt})
+    found: list[Trajectory] = []
     async with serving(bus, publisher.blobs) as service:
-        found = []
         for version in range(3):
             if version:
                 await publisher.publish()
                 await reaches(service, version)
-            await queue(bus, [group.model_copy(update={"task": same.task}) for group in groups_of(CONFIG, [10 * version, 10 * version + 1])])
-            found += await take(bus, 2 * MEMBERS)
-    assert [set(stamps(t)) for t in found] == [{v} for v in range(3) for _ in range(2 * MEMBERS)]
-    is_of_its_version(found[2 * MEMBERS :])
+            engine = service._engine
+            assert engine is not None
+            hits = []
+            for group in groups_of(CONFIG, range(version * again, (version + 1) * again)):
+                before = engine.cache.stats.hit_tokens
+                await queue(bus, [group.model_copy(update={"task": task})])
+                found += await take(bus, MEMBERS)
+                hits.append(engine.cache.stats.hit_tokens - before)
+            assert hits[0] == 0
+            assert hits[-1] > 64, "within a version there is something to find"
+    assert [set(stamps(t)) for t in found] == [{v} for v in range(3) for _ in range(again * MEMBERS)]
+    is_of_its_version(found[again * MEMBERS :: 3])
