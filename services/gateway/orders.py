@@ -113,8 +113,9 @@ def read_order(route: Route, raw: bytes, card: ModelCard, text: Text, *, session
     settings.done()
     body.done()
     seed = secrets.randbits(63) if seed is None else seed
+    nonce = secrets.token_hex(4)  # two requests may call themselves the same: a retry, or a proxy's header
     asks = tuple(
-        Ask(f"{request_id}-{p * n + draw}" if n * len(prompts) > 1 else request_id, prompt, _room(route, settings, prompt, limit, card),
+        Ask(f"{request_id}-{nonce}-{p * n + draw}", prompt, _room(route, settings, prompt, limit, card),
             temperature=max(temperature, COLDEST), seed=seed, draw=p * n + draw, stop_ids=stop_ids, ignore_eos=ignore_eos, adapter=adapter, session=session,
             priority=priority or 0)
         for p, prompt in enumerate(prompts) for draw in range(n)

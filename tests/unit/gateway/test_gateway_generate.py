@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import httpx
 import openai
 import pytest
-from gateway_cases import served
+from gateway_cases import served, until
 from scripted_engine import ScriptedEngine
 
 SCRIPT = list("hello \U0001f600 world".encode())
@@ -47,8 +48,18 @@ async def test_the_oldest_clients_and_vllms_own_tests_send_less() -> None:
     assert engine.asks[0].max_tokens == 512 - 3
     assert limited.json()["request_id"] == "mine"
     assert [choice["finish_reason"] for choice in limited.json()["choices"]] == ["length", "length"]
-    assert [ask.id for ask in engine.asks[1:]] == ["mine-0", "mine-1"]
+    assert len({ask.id for ask in engine.asks}) == 3
     assert all(ask.ignore_eos for ask in engine.asks[1:])
+
+
+async def test_two_requests_of_one_name_are_two() -> None:
+    engine = ScriptedEngine(hang_after=2)
+    async with served(engine) as url, httpx.AsyncClient(base_url=url) as client, asyncio.TaskGroup() as tasks:
+        wanted = {"request_id": "mine", "token_ids": [1, 2], "sampling_params": {}}
+        asked = [tasks.create_task(client.post("/inference/v1/generate", json=wanted)) for _ in range(2)]
+        await until(lambda: len(engine.running) == 2)
+        engine.release.set()
+    assert [task.result().json()["request_id"] for task in asked] == ["mine", "mine"]
 
 
 async def test_a_stream_of_token_ids() -> None:
