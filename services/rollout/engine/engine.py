@@ -19,6 +19,7 @@ import time
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -26,20 +27,25 @@ import torch
 from driftline.messages.errors import ConfigError, DriftlineError, IntegrityError
 from driftline.messages.types import Finish, Group, Trajectory
 from driftline.models.causal_lm import CausalLM
+from driftline.models.drafter.taps import Taps as DrafterTaps
 from driftline.models.mlp import route_shape
 from driftline.models.paged import Pool
 from driftline.models.state import load_state
 from driftline.models.tokenizer import ByteTokenizer, Tokenizer
 from driftline.services.rollout.conversation import conversation
 from driftline.services.rollout.engine.batch import Batch
+from driftline.services.rollout.engine.drafting import Drafting
 from driftline.services.rollout.engine.memory import EngineMemory, plan
 from driftline.services.rollout.engine.request import Completion, Progress, Request
 from driftline.services.rollout.engine.row import Job, Row, Span, hit_spans, spread
 from driftline.services.rollout.engine.scheduler import CHUNK, Chunk, Scheduler, common, pieces
 from driftline.services.rollout.prefix import CacheKey, HostTier, Lease, PrefixCache
 from driftline.services.rollout.randomness import member_key, uniforms
-from driftline.services.rollout.runner import DecodeBatch, EagerRunner, PrefillBatch, Runner
+from driftline.services.rollout.runner import Adapters, DecodeBatch, PrefillBatch, Rule, Runner, Sampled, Taps, runner_for
 from driftline.services.rollout.sampler import draw
+from driftline.services.rollout.speculation import Drafts, Speculator
+from driftline.services.rollout.speculation.judging import judge
+from driftline.services.rollout_config import SpeculationRule
 
 __all__ = ["Engine", "RunnerOf"]
 
@@ -48,19 +54,25 @@ RECOMPUTED = 8192
 SESSIONS = 1 << 16
 """Sessions whose last rows are remembered to be of an older policy."""
 
-RunnerOf = Callable[[CausalLM, Pool, int], Runner]
-"""What computes on a model and a pool at most so many rows together: `runner_for`, with the rest of its arguments given."""
+class RunnerOf(Protocol):
+    """Makes what computes: `runner_for`, with the rest of its arguments given."""
+
+    def __call__(
+        self, model: CausalLM, pool: Pool, max_batch: int, *, greedy: bool, rule: Rule | None, bank: Adapters | None, taps: Taps | None
+    ) -> Runner: ...
 
 
 class Engine:
     """Sample with `model`. `max_batch` bounds the rows decoded together; a whole group enters at once, and one that is larger does so in parts. `tokenizer`
     (None: bytes) is the model's: a completion ends at any of its `eos_ids`. `resume_stale`: a session's next turn may go on with what an older policy
-    computed for it, stamped. `adapters`: their rows in the model's bank, by name. `runner`: whoever computes (None: eagerly). ConfigError when the tokenizer has ids that the model has not."""
+    computed for it, stamped. `adapters`: their rows in the model's `bank`, by name. `runner` makes what computes. ConfigError when the tokenizer has ids that
+    the model has not."""
 
     def __init__(
         self, model: CausalLM, *, version: int, max_batch: int = 64, name: str = "engine", greedy_decoding: bool = False,
         record_routes: bool = False, tokenizer: Tokenizer | None = None, memory: EngineMemory | None = None, prefill_tokens: int = 2048,
-        queue_bytes: int = 256 * 2**20, runner: RunnerOf | None = None, resume_stale: bool = False, adapters: Mapping[str, int] | None = None,
+        queue_bytes: int = 256 * 2**20, speculator: Speculator | None = None, runner: RunnerOf | None = None, resume_stale: bool = False,
+        adapters: Mapping[str, int] | None = None, bank: Adapters | None = None,
     ) -> None:
         if tokenizer is not None and tokenizer.vocab_size > model.config.vocab_size:
             raise ConfigError(f"the tokenizer has {tokenizer.vocab_size} ids", field="vocab_size", value=model.config.vocab_size,
@@ -81,11 +93,13 @@ class Engine:
         self._torn = False
         memory = memory or EngineMemory()
         with torch.inference_mode():
-            pages, slots = plan(model, memory, max_batch=max_batch)
-            self.pool = Pool.make(model, pages=pages, slots=slots)
+            window = speculator.window if speculator is not None else 1
+            pages, slots, self.longest = plan(model, memory, max_batch=max_batch, window=window)
+            self.pool = Pool.make(model, pages=pages, slots=slots, window=window)
             host = HostTier(memory.host_bytes, self.device) if memory.host_bytes else None
             self.cache = PrefixCache(self.pool, enabled=memory.prefix_cache, host=host, routed=self._routes is not None)
-            self.runner: Runner = runner(model, self.pool, max_batch) if runner else EagerRunner(model, self.pool, greedy=greedy_decoding)
+            self.runner: Runner = (runner or _eager)(model, self.pool, max_batch, greedy=greedy_decoding, rule=_rule(speculator), bank=bank, taps=_taps(model, speculator))
+        self._drafting = Drafting(speculator) if speculator is not None else None
         self._queue_bytes = queue_bytes
         self._scheduler: Scheduler[Job] = Scheduler(queue_bytes=queue_bytes)
         self._filling: list[Job] = []
@@ -144,10 +158,11 @@ class Engine:
         self._scheduler.submit(Job(tokens=prompt, rows=[row], priority=request.priority, tenant=request.tenant))
 
     def _fits(self, prompt: array[int], max_tokens: int, what: str, value: str) -> None:
-        room = self.model.config.max_position_embeddings - max_tokens
-        if len(prompt) > room:
+        if len(prompt) > self.longest - max_tokens:
+            least = self.longest < self.model.config.max_position_embeddings
             raise DriftlineError(f"a prompt of {len(prompt)} tokens", field=what, value=value,
-                                 remedy=f"the model leaves {room} beside sampling.max_tokens = {max_tokens}")
+                                 remedy=f"the {'cache' if least else 'model'} leaves {self.longest - max_tokens} beside sampling.max_tokens = {max_tokens}"
+                                        f"{'; give rollout.cache_mb more' if least else ''}")
 
     def cancel(self, name: str) -> int:
         """Forget a group's members, or a request, running or waiting; returns how many rows there were."""
@@ -158,6 +173,7 @@ class Engine:
             dropped += len(job.rows)
         gone = [row for row in self._rows if row.name == name]
         for row in gone:
+            self._retire(row)
             self._release(row.lease)
         self._keep([row for row in self._rows if row.name != name])
         return dropped + len(gone)
@@ -167,6 +183,8 @@ class Engine:
         self._scheduler = Scheduler(queue_bytes=self._queue_bytes)
         self._filling, self._rows, self._batch = [], [], None
         self._sessions.clear()
+        if self._drafting is not None:
+            self._drafting.clear()
         self.cache.reset()
         self.pool.clear()
 
@@ -201,6 +219,7 @@ class Engine:
     @torch.inference_mode()
     def load(self, version: int, state: Mapping[str, torch.Tensor], *, recompute: bool = False) -> None:
         """Replace the weights between steps. `recompute` computes what running rows hold again under them (INTERRUPT)."""
+        self._fold(self._rows)  # by the weights that scored them
         torn, self._torn = self._torn, True
         try:
             load_state(self.model, state)
@@ -215,6 +234,7 @@ class Engine:
     def adopt(self, version: int, write: Callable[[], None]) -> None:
         """Become `version` between steps: `write` changes the weights in place. When it raises, they are of no version, and `step` refuses
         to work until a later `load` or `adopt` went well."""
+        self._fold(self._rows)
         self._torn = True
         write()
         self._become(version)
@@ -258,19 +278,68 @@ class Engine:
         return self._collect()
 
     def _decode(self) -> None:
-        batch = self._batch_with_room(1)
+        drafting = self._drafting
+        batch = self._batch_with_room(1 if drafting is None else drafting.window)
         if batch is None:
             return
-        sampled = self.runner.decode(DecodeBatch(
-            batch.tokens[:, None], batch.slots, batch.tables, batch.lengths, batch.keys, batch.positions, batch.temperatures, None, self._adapters_of(self._rows),
+        if drafting is None:
+            self._take_steps(batch, self._scored(batch), None)
+            return
+        began = time.perf_counter()
+        known, drafts = drafting.begin(self._rows)
+        rows, stood = self._rows, None
+        if drafts is None:
+            self._fold(rows)
+            sampled, kept = self._scored(batch), np.ones(len(rows), dtype=np.int32)
+            self._take_steps(batch, sampled, None)
+        else:
+            sampled = self._scored(batch, drafts)
+            stood, kept = drafting.kept(rows, drafts, sampled)
+            self._take_steps(batch, sampled, kept)
+        drafting.saw(rows, sampled, kept.tolist())
+        drafting.speculator.finish_step(known, drafts, stood, time.perf_counter() - began)
+
+    def _scored(self, batch: Batch, drafts: Drafts | None = None) -> Sampled:
+        """The runner over each row's last token, and its drafts."""
+        tokens = batch.tokens[:, None]
+        return self.runner.decode(DecodeBatch(
+            tokens if drafts is None else np.concatenate([tokens, drafts.tokens], axis=1), batch.slots, batch.tables, batch.lengths, batch.keys,
+            batch.positions, batch.temperatures, None if drafts is None else batch.accepted, None if drafts is None else drafts.counts,
+            None if drafts is None else drafts.probs, self._adapters_of(self._rows),
         ))
-        tokens = sampled.tokens[:, 0]
-        if self._routes is not None:
-            table = np.ascontiguousarray(sampled.routes[:, 0], dtype=np.int16)
-            for row, ids in zip(self._rows, table, strict=True):
-                row.routes += ids.tobytes()
-        self._append(self._rows, tokens, sampled.logprobs[:, 0])
-        batch.advance(tokens)
+
+    def _take_steps(self, batch: Batch, sampled: Sampled, kept: np.ndarray | None) -> None:
+        """Each row goes on by one token, or by the first `kept` int32 [B] of its window."""
+        if kept is None:
+            tokens = sampled.tokens[:, 0]
+            if self._routes is not None:
+                for row, ids in zip(self._rows, np.ascontiguousarray(sampled.routes[:, 0], dtype=np.int16), strict=True):
+                    row.routes += ids.tobytes()
+            self._append(self._rows, tokens, sampled.logprobs[:, 0])
+            batch.advance(tokens)
+            return
+        for i, (row, count) in enumerate(zip(self._rows, kept.tolist(), strict=True)):
+            row.tokens.extend(sampled.tokens[i, :count].tolist())
+            row.logprobs.extend(sampled.logprobs[i, :count].tolist())
+            row.versions.extend([self.version] * count)
+            row.pending = count
+            if self._routes is not None:
+                row.routes += np.ascontiguousarray(sampled.routes[i, :count], dtype=np.int16).tobytes()
+        self.tokens_sampled += int(kept.sum())
+        batch.advance(sampled.tokens[np.arange(len(kept)), kept - 1], kept)
+        batch.accepted = kept
+
+    def _fold(self, rows: Sequence[Row]) -> None:
+        """Bring their states up to date with what they kept of their windows."""
+        behind = [row for row in rows if row.pending and row.lease is not None]
+        if not behind:
+            return
+        slots = torch.tensor([row.lease.slot for row in behind if row.lease is not None], dtype=torch.int32)
+        self.pool.fold(slots.to(self.device), torch.tensor([row.pending for row in behind], dtype=torch.int32).to(self.device))
+        for row in behind:
+            row.pending = 0
+        if self._batch is not None:
+            self._batch.accepted = np.array([row.pending for row in self._batch.rows], dtype=np.int32)
 
     def _batch_with_room(self, steps: int) -> Batch | None:
         """The running rows, each with a page for so many more tokens; the youngest make room for the others. None: nobody is left."""
@@ -307,6 +376,7 @@ class Engine:
             if finish is None:
                 keep.append(row)
                 continue
+            self._retire(row)
             if isinstance(row.owner, Request):
                 self._leave(row)
                 self._completions.append((row, row.completion(finish)))
@@ -334,6 +404,7 @@ class Engine:
 
     def _leave(self, row: Row) -> None:
         """A request is done: what it holds stays for its session's next turn."""
+        self._fold([row])
         lease, row.lease = row.lease, None
         assert lease is not None
         key, of_session = self._filed_under(row), isinstance(row.owner, Request) and row.owner.session
@@ -350,6 +421,7 @@ class Engine:
 
     def _resumed(self, row: Row, key: CacheKey | None) -> Job:
         """A row without a lease as work: `key` is what its rows may still be cached under."""
+        self._retire(row)
         row.lease, row.cache_key, row.pending = None, key, 0
         return Job(tokens=row.history(), rows=[row], serial=row.serial)
 
@@ -367,10 +439,15 @@ class Engine:
             self._release(job.lease)
             self._scheduler.interrupt(_again(job))
         elif row is not None and row.lease is not None:
+            self._fold([row])
             lease, key = row.lease, self._filed_under(row)
             self.cache.preempt(lease, key, row.prompt + row.tokens, row.length, routes=row.computed_routes() if self._routes is not None else None,
                                versions=row.written_by() if key.mixed else None)
             self._scheduler.interrupt(self._resumed(row, key))
+
+    def _retire(self, row: Row) -> None:
+        if self._drafting is not None:
+            self._drafting.retire(row)
 
     def _rows_with_lease(self) -> list[Row]:
         return [row for row in self._rows if row.lease is not None]
@@ -488,6 +565,9 @@ class Engine:
         self._file(chunks, computed.routes)
         if drawing:
             self._draw_first([row for _, row in drawing], computed.hidden[:, 0], [i for i, _ in drawing])
+            if self._drafting is not None:
+                ends = np.cumsum([end - begin for _, begin, end in chunks]).tolist()
+                self._drafting.saw_prompts([row for _, row in drawing], computed, [(ends[i] - chunks[i].end + chunks[i].begin, ends[i]) for i, _ in drawing])
         for job, _, end in chunks:
             if end == job.length:
                 self._filling.remove(job)
@@ -532,6 +612,20 @@ class Engine:
         for row in others[len(leases) :]:
             self._scheduler.interrupt(self._resumed(row, job.key))
         self._batch = None
+
+
+def _eager(
+    model: CausalLM, pool: Pool, max_batch: int, *, greedy: bool, rule: Rule | None, bank: Adapters | None, taps: Taps | None
+) -> Runner:
+    return runner_for(model, pool, max_batch, cuda_graphs=False, greedy=greedy, rule=rule, bank=bank, taps=taps)
+
+
+def _taps(model: CausalLM, speculator: Speculator | None) -> Taps | None:
+    return DrafterTaps(model, speculator.taps).take if speculator is not None and speculator.taps else None
+
+
+def _rule(speculator: Speculator | None) -> Rule | None:
+    return judge if speculator is not None and speculator.rule is SpeculationRule.REJECTION else None
 
 
 def _again(job: Job) -> Job:

@@ -19,6 +19,8 @@ HOST_PAGES = 64
 """And no more than 4,096 tokens of every row."""
 FREE = 0.6
 """Of a device's free memory, unless told: the rest is for a step's own tensors, and for a learner's or a drafter's."""
+LEAST_PAGES = 4
+"""In any pool."""
 SNAPSHOTS = 3
 """States kept for each running row, where there is room."""
 
@@ -34,31 +36,32 @@ class EngineMemory:
 
 
 class Plan(NamedTuple):
-    """Page 0 among them is nobody's."""
+    """Page 0 among them is nobody's. `longest`: tokens of the longest sequence that fits."""
 
     pages: int
     slots: int
+    longest: int
 
 
 def plan(model: CausalLM, memory: EngineMemory, *, max_batch: int, window: int = 1) -> Plan:
-    """Every row that runs has a state; one sequence of the model's length always fits. ConfigError when `cache_bytes` is less than that."""
+    """Every row that runs has a state. Unless told, a sequence of the model's length fits. ConfigError when `cache_bytes` holds no sequence at all."""
     sizes = Pool.sizes(model, window)
-    longest = -(-model.config.max_position_embeddings // PAGE) + 1
+    device, positions = next(model.parameters()).device, model.config.max_position_embeddings
+    longest = -(-(positions + window) // PAGE)
     useful = (1 + (SNAPSHOTS if memory.prefix_cache else 0)) * max_batch
     least_slots, slots = (max_batch, useful) if sizes.state_bytes else (0, 0)
-    least = (longest + 1) * sizes.page_bytes + least_slots * sizes.state_bytes
-    device, budget = next(model.parameters()).device, memory.cache_bytes
+    least = (1 + LEAST_PAGES) * sizes.page_bytes + least_slots * sizes.state_bytes
+    each, budget = longest, memory.cache_bytes
     if budget and budget < least:
-        raise ConfigError(f"{max_batch} states and one sequence of {model.config.max_position_embeddings} tokens take {least} bytes", field="rollout.cache_mb",
-                          value=budget / 2**20, remedy=f"give at least {-(-least // 2**20)}, or make max_batch smaller")
-    each = longest
+        raise ConfigError(f"{max_batch} states and {LEAST_PAGES} pages of {PAGE} tokens take {least} bytes", field="rollout.cache_mb", value=budget / 2**20,
+                          remedy=f"give at least {-(-least // 2**20)}, or make max_batch smaller")
     if not budget:
-        budget = max(least, _free(device))
+        budget = max(least + longest * sizes.page_bytes, _free(device))
         each = longest if device.type == "cuda" else min(longest, HOST_PAGES)
     if sizes.state_bytes:
         slots = max(least_slots, min(slots, budget // 2 // sizes.state_bytes))
-    pages = (budget - slots * sizes.state_bytes) // sizes.page_bytes
-    return Plan(int(max(longest + 1, min(pages, 1 + useful * each))), int(slots))
+    pages = min((budget - slots * sizes.state_bytes) // sizes.page_bytes, 1 + max(useful * each, longest))
+    return Plan(int(pages), int(slots), min(positions, int(pages - 1) * PAGE - window))
 
 
 def _free(device: torch.device) -> int:

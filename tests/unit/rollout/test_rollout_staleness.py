@@ -20,7 +20,8 @@ from driftline.messages.types import Finish, Group
 from driftline.models.state import export_state
 from driftline.policy_store.blobs import MemoryBlobs
 from driftline.services.config import PolicyUpdate, StalePolicy
-from driftline.services.rollout.engine import Engine, _Row
+from driftline.services.rollout.engine import Engine
+from driftline.services.rollout.engine.row import Row
 from driftline.services.rollout.service import RolloutService
 from driftline.services.runtime import run_topology
 
@@ -30,9 +31,7 @@ ENGINE = Engine(policy(), version=0)
 @pytest.fixture
 def never_stops(monkeypatch: pytest.MonkeyPatch) -> None:
     """Members run to max_tokens, so that they are surely running when a version comes."""
-    monkeypatch.setattr(
-        Engine, "_finish", lambda _, row: Finish.LENGTH if len(row.tokens) >= row.group.sampling.max_tokens else None
-    )
+    monkeypatch.setattr(Row, "finish", property(lambda row: Finish.LENGTH if len(row.tokens) >= row.max_tokens else None))
 
 
 async def begun(bus: MemoryBus) -> MemoryBlobs:
@@ -47,7 +46,7 @@ def test_a_group_is_overdue_exactly_when_no_later_head_can_be_trained_from(rows:
     """S1, S10: judged by the oldest token, strictly. A batch formed at head h takes a token of version o when h - o <= max_lag, and h only grows."""
     groups = [case(i) for i in range(6)]
     ENGINE._rows = [
-        _Row(groups[g], m, 0, array("i", [256]), 0.0, versions=array("i", range(oldest, oldest + 3))) for m, (g, oldest) in enumerate(rows)
+        Row(groups[g], m, 0, array("i", [256]), 0.0, versions=array("i", range(oldest, oldest + 3))) for m, (g, oldest) in enumerate(rows)
     ]
     trainable = {g: all(any(h - o <= max_lag for h in range(head, head + 80)) for gg, o in rows if gg == g) for g, _ in rows}
     assert set(ENGINE.overdue(head - max_lag)) == {groups[g].group for g, possible in trainable.items() if not possible}
@@ -86,7 +85,8 @@ def test_a_group_given_up_is_returned_as_it_is_and_the_others_go_on() -> None:
 def test_a_member_of_one_token_can_be_given_up() -> None:
     engine = Engine(policy(), version=0, record_routes=True)
     engine.submit(case(0, members=1))
-    engine._admit()
+    with torch.inference_mode():
+        engine._fill(64)
     (aborted,) = engine.give_up("g00000000")
     assert len(completion(aborted)) == 1
     assert engine.idle
