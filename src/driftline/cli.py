@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from driftline.commands import audit, dead_letters, kernels, keys, model, policy, replay
+from driftline.commands import audit, dead_letters, drafter, kernels, keys, model, policy, replay, serve
 from driftline.commands.common import BROKER, CredentialsFile, RunName, Url, remember_credentials, with_bus
 from driftline.messages.errors import (
     BrokerDenied,
@@ -31,7 +31,7 @@ app = typer.Typer(
     name="driftline", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
     help="Asynchronous RL of hybrid mixture-of-experts language models over NATS JetStream.",
 )
-for _module in (audit, dead_letters, replay, keys, policy, model, kernels):
+for _module in (audit, dead_letters, replay, keys, policy, model, drafter, kernels, serve):
     _module.register(app)
 
 RunFile = Annotated[Path, typer.Argument(metavar="FILE", help="The run file (TOML).")]
