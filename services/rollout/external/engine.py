@@ -12,6 +12,7 @@ the machine's. What it cannot keep of our own engine: draws by our counters, rou
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import math
 import queue
 import secrets
@@ -55,6 +56,7 @@ RETRY_S = 0.5
 ABORTED_S = 60.0
 """How long the requests of a paused server may take to come back."""
 
+CLOSING_S = 0.5
 ABORTS = 8
 """Times a request may come back aborted without an update of ours."""
 
@@ -107,7 +109,7 @@ class ExternalEngine:
         self.tokens_sampled = self.prompt_tokens = self.cached_tokens = 0
         self._serving = _Serving(version, "")
         self._loaded: dict[int, str] = {}
-        self._torn, self._known = True, False
+        self._torn, self._known, self._closed = True, False, False
         self._checked: set[float] = set()
         self._waiting: deque[_Row] = deque()
         self._rows: dict[_Row, _Serving] = {}
@@ -224,12 +226,14 @@ class ExternalEngine:
         self._call(self._abort(lambda serving: serving.version != self.version))
 
     def close(self) -> None:
-        if not self._loop.is_closed():
-            self._call(self._drop(lambda row: True))
-            self._call(self._server.close())
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
+        """From any thread; a call that another thread waits in ends with ServerUnavailable."""
+        if self._closed:
+            return
+        self._closed = True
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
 
     def check(self, temperature: float) -> None:
         """Hold the server's log-probabilities to the distribution it samples from, once for a temperature other than 1. ConfigError when they are the model's own.
@@ -245,7 +249,33 @@ class ExternalEngine:
     # -- in the event loop --------------------------------------------------------------------------------------------------------------
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        if self._closed:
+            work.close()
+            raise self._gone_away()
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        while True:
+            try:
+                return future.result(CLOSING_S)
+            except concurrent.futures.CancelledError:
+                raise self._gone_away() from None
+            except TimeoutError:
+                if future.done():
+                    raise  # the work's own
+                if not self._thread.is_alive():  # it came behind the last of what was ended
+                    raise self._gone_away() from None
+
+    def _gone_away(self) -> ServerUnavailable:
+        return ServerUnavailable("the engine is closed", field="rollout.engine_url", value=self._server.name, remedy="open another")
+
+    async def _end(self) -> None:
+        """Cancel everything, what is called for by other threads too."""
+        await self._drop(lambda row: True)
+        own = asyncio.current_task()
+        others = [task for task in asyncio.all_tasks() if task is not own]
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        await self._server.close()
 
     async def _queue(self, rows: list[_Row]) -> None:
         self._waiting.extend(rows)

@@ -386,3 +386,29 @@ def test_closing_ends_the_thread(tmp_path: Path) -> None:
     engine.close()
     assert threading.active_count() == before
     assert np.isfinite(engine.tokens_sampled)
+
+
+@both
+def test_closing_ends_a_call_that_another_thread_waits_in(kind: Kind, tmp_path: Path) -> None:
+    with opened(kind, tmp_path, outage_s=1000.0) as (engine, fake):
+        fake.away = True
+        failures = list[Exception]()
+
+        def load() -> None:
+            try:
+                engine.load(1, state(1))
+            except DriftlineError as error:
+                failures.append(error)
+
+        loading = threading.Thread(target=load)
+        loading.start()
+        until = time.monotonic() + 10
+        while len(fake.log) < 5:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        engine.close()
+        loading.join(10)
+        assert not loading.is_alive()
+        assert isinstance(failures[0], ServerUnavailable)
+        with pytest.raises(ServerUnavailable, match="closed"):
+            engine.submit(group(0))
