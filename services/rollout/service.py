@@ -23,16 +23,16 @@ from driftline.messages.bus import Bus, Delivery
 from driftline.messages.errors import BrokerUnavailable, DriftlineError, PayloadTooLarge
 from driftline.messages.subjects import ConsumerSpec, Subjects
 from driftline.messages.types import Group, OutcomeEvent, Trajectory
-from driftline.models.mlp import route_shape
 from driftline.models.tokenizers.loading import load_tokenizer
 from driftline.policy_store.blobs import BlobStore
 from driftline.policy_store.reader import PolicyReader
 from driftline.services.config import Config, PolicyUpdate
 from driftline.services.policy_model import build_model
 from driftline.services.publishing import publish_patiently, pull_patiently
-from driftline.services.rollout.engine import Engine
+from driftline.services.rollout.engine import Engine, QueueFull
 from driftline.services.rollout.hand import Hand
 from driftline.services.rollout.quarantine import Quarantine, is_infrastructure
+from driftline.services.rollout.starting_engine import engine_of
 from driftline.services.rollout.updates import Updates
 from driftline.services.rollout.weights import EngineWeights, Staged, WeightCounts, parameters_of
 from driftline.services.runtime import finished, run_topology
@@ -131,8 +131,7 @@ class RolloutService:
         model = await asyncio.to_thread(build_model, self._config, device=rollout.device, threads=rollout.threads)
         await policy.first()
         tokenizer = await asyncio.to_thread(load_tokenizer, starting_place(self._config))
-        engine = Engine(model, version=policy.version, max_batch=rollout.max_batch, name=f"rollout-{self.instance}", tokenizer=tokenizer,
-                        record_routes=self._config.learner.router_replay and route_shape(model) is not None)
+        engine = await asyncio.to_thread(engine_of, self._config, model, version=policy.version, name=f"rollout-{self.instance}", tokenizer=tokenizer)
         await asyncio.to_thread(engine.load, policy.version, from_host(policy.state))
         weights = EngineWeights(parameters_of(model), counts=self.carried)
         self._engine = engine
@@ -331,6 +330,10 @@ class RolloutService:
             members = self._hand.begin(name)
             try:
                 engine.submit(self._hand.group(name), members)
+            except QueueFull as error:  # it is tried again when something has been sampled
+                self._hand.recall(name)
+                log.warning("the engine's queue is full", group=name, cause=str(error))
+                return
             except Exception as error:  # nothing entered the engine: the failure is this group's, and no other's
                 self._hand.recall(name)
                 await self._raise_infrastructure(engine, error)

@@ -40,9 +40,8 @@ from driftline.services.rollout.engine.request import Completion, Progress, Requ
 from driftline.services.rollout.engine.row import Job, Row, Span, hit_spans, spread
 from driftline.services.rollout.engine.scheduler import CHUNK, Chunk, Scheduler, common, pieces
 from driftline.services.rollout.prefix import CacheKey, HostTier, Lease, PrefixCache
-from driftline.services.rollout.randomness import member_key, uniforms
+from driftline.services.rollout.randomness import member_key
 from driftline.services.rollout.runner import Adapters, DecodeBatch, PrefillBatch, Rule, Runner, Sampled, Taps, runner_for
-from driftline.services.rollout.sampler import draw
 from driftline.services.rollout.speculation import Drafts, Speculator
 from driftline.services.rollout.speculation.judging import judge
 from driftline.services.rollout_config import SpeculationRule
@@ -553,18 +552,18 @@ class Engine:
         for table, lease in zip(tables, leases, strict=True):
             table[: len(lease.pages)] = lease.pages
         drawing = [(i, row) for i, (job, _, end) in enumerate(chunks) if end == job.length and not job.begun for row in job.rows]
-        count = len(jobs)
         computed = self.runner.prefill(PrefillBatch(
             tokens=np.concatenate([np.frombuffer(job.tokens, dtype=np.int32)[begin:end] for job, begin, end in chunks]).astype(np.int64),
             counts=[end - begin for _, begin, end in chunks], slots=np.array([lease.slot for lease in leases], dtype=np.int32), tables=tables,
-            context=np.array([begin for _, begin, _ in chunks], dtype=np.int32), keys=np.zeros(count, dtype=np.uint64),
-            positions=np.zeros(count, dtype=np.int64), temperatures=np.ones(count, dtype=np.float32), sample=False,
+            context=np.array([begin for _, begin, _ in chunks], dtype=np.int32), behind=np.array([i for i, _ in drawing], dtype=np.int64),
+            keys=np.array([row.key for _, row in drawing], dtype=np.uint64), positions=np.array([row.first_draw for _, row in drawing], dtype=np.int64),
+            temperatures=np.array([row.temperature for _, row in drawing], dtype=np.float32), sample=bool(drawing),
             adapters=self._adapters_of([job.rows[0] for job in jobs]),
         ))
         self.prompt_tokens += sum(end - begin for _, begin, end in chunks)
         self._file(chunks, computed.routes)
         if drawing:
-            self._draw_first([row for _, row in drawing], computed.hidden[:, 0], [i for i, _ in drawing])
+            self._append([row for _, row in drawing], computed.tokens[:, 0], computed.logprobs[:, 0])
             if self._drafting is not None:
                 ends = np.cumsum([end - begin for _, begin, end in chunks]).tolist()
                 self._drafting.saw_prompts([row for _, row in drawing], computed, [(ends[i] - chunks[i].end + chunks[i].begin, ends[i]) for i, _ in drawing])
@@ -572,13 +571,6 @@ class Engine:
             if end == job.length:
                 self._filling.remove(job)
                 self._start(job)
-
-    def _draw_first(self, rows: Sequence[Row], hidden: torch.Tensor, behind: Sequence[int]) -> None:
-        """The first token of each row, behind hidden[behind] of hidden [S, D]."""
-        draws = None if self.greedy_decoding else uniforms(np.array([row.key for row in rows], dtype=np.uint64), np.array([row.first_draw for row in rows]))
-        temperature = torch.tensor([row.temperature for row in rows], device=self.device)
-        tokens, logprobs = draw(self.model, hidden.index_select(0, torch.tensor(behind, device=self.device)), temperature, draws)
-        self._append(rows, tokens.cpu().numpy(), logprobs.cpu().numpy())
 
     def _file(self, chunks: Sequence[Chunk[Job]], routes: np.ndarray | None) -> None:
         """What was computed is known to be, and cached where others may go on from it."""
