@@ -22,6 +22,10 @@ class Decay(NamedTuple):
     dt_bias: torch.Tensor
     lower_bound: float
 
+    def of(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """a_log and dt_bias in the states' dtype."""
+        return self.a_log.to(dtype), self.dt_bias.to(dtype)
+
 
 class HeldKda(Protocol):
     def advanced(self, raw: torch.Tensor, weight: torch.Tensor, z: torch.Tensor, beta: torch.Tensor, decay: Decay) -> torch.Tensor:

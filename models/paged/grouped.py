@@ -19,8 +19,16 @@ __all__ = ["attend_grouped"]
 
 def attend_grouped(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, places: Places) -> torch.Tensor:
     """q [B, T, H, D] or [1, N, H, D] of a pack; keys and values [pages, PAGE, Hkv, D], the new ones in them. Returns q's shape and dtype."""
-    if places.packed is not None or runs_triton(q, keys):
+    if places.packed is not None or _run_kernels(q, keys):
         return attention(q, keys.view(1, -1, *keys.shape[2:]), values.view(1, -1, *values.shape[2:]), layout=places.layout, scale=scale)
+    return _beside(q, keys, values, scale, places)
+
+
+def _run_kernels(q: torch.Tensor, keys: torch.Tensor) -> bool:
+    return runs_triton(q, keys)
+
+
+def _beside(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, places: Places) -> torch.Tensor:
     batch, steps, heads, width = q.shape
     groups, columns = keys.shape[2], places.width
     share = heads // groups

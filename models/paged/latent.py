@@ -7,7 +7,6 @@ costs fewer products. Elsewhere by torch over each row's pages beside one anothe
 from __future__ import annotations
 
 import torch
-from torch.nn.functional import pad
 
 from driftline.kernels.dispatch import runs_triton
 from driftline.kernels.fixed.attention import attention_batch
@@ -16,7 +15,7 @@ from driftline.kernels.mla_decode import mla_decode
 from driftline.kernels.mla_prefill import mla_prefill
 from driftline.kernels.mode import deterministic
 from driftline.models.latent_attention import LONGEST_WINDOW, Heads
-from driftline.models.paged.places import PAGE, Places
+from driftline.models.paged.places import Places
 
 __all__ = ["attend_latents"]
 
@@ -32,17 +31,24 @@ _SHARED = 64
 
 def attend_latents(q: torch.Tensor, pages: torch.Tensor, heads: Heads, places: Places) -> torch.Tensor:
     """q [B, T, H, nope + shared] or [1, N, ...] of a pack; pages [pages, PAGE, rank + shared], the new rows in them. Returns [.., H, value] in q's dtype."""
-    kernels = q.dtype == torch.bfloat16 and runs_triton(q, pages)
+    kernels = _run_kernels(q, pages)
     if kernels and places.packed is not None and places.steps > LONGEST_WINDOW and heads.uniform and not deterministic():
         return _written_out(q, pages, heads, places)
-    query = places.beside(_queries(q, heads))
-    form = _by_pages if kernels and heads.rank in _LATENTS and query.shape[-1] - heads.rank == _SHARED else _by_rows
-    o = places.behind(form(query, pages, heads, places))
+    query = _queries(q, heads)
+    o = (_by_pages if kernels and _fits(heads.rank, pages.shape[2]) else _by_rows)(query, pages, heads, places)
     if deterministic():
         values = head_linear(o, heads.up[:, heads.nope :])
     else:
         values = torch.einsum("bthr,hvr->bthv", o, heads.up[:, heads.nope :])
     return values if heads.update is None else values + heads.update.values(o)
+
+
+def _run_kernels(q: torch.Tensor, pages: torch.Tensor) -> bool:
+    return q.dtype == torch.bfloat16 and runs_triton(q, pages)
+
+
+def _fits(rank: int, width: int) -> bool:
+    return rank in _LATENTS and width - rank == _SHARED
 
 
 def _queries(q: torch.Tensor, heads: Heads) -> torch.Tensor:
@@ -55,35 +61,37 @@ def _queries(q: torch.Tensor, heads: Heads) -> torch.Tensor:
 
 
 def _by_pages(query: torch.Tensor, pages: torch.Tensor, heads: Heads, places: Places) -> torch.Tensor:
+    query = places.ending(query)
     batch, steps, count, _ = query.shape
-    table, longest, out_dtype = places.table, places.width, query.dtype if deterministic() else torch.float32
+    out_dtype = query.dtype if deterministic() else torch.promote_types(query.dtype, torch.float32)
     window = max(1, min(WORKSPACE // (4 * batch * count * heads.rank * -(-places.width // 2048)), PAIRS // (batch * count), steps))
-    if places.packed is not None and batch > 1:
-        # A shorter sequence's padded queries may reach past the tables.
-        table, longest = pad(table, (0, -(-steps // PAGE))), places.width + steps
     parts = []
     for start in range(0, steps, window):
         stop = min(start + window, steps)
-        parts.append(mla_decode(query[:, start:stop].contiguous(), pages, table, (places.held + stop).to(torch.int32), latent=heads.rank, scale=heads.scale,
-                                max_length=longest, out_dtype=out_dtype).to(query.dtype))
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        # Never more than a row has: what lies behind may be NaN, and the kernel silences it with a weight of zero where a later query is said to see it.
+        lengths = (places.last - (steps - stop)).clamp(min=0).to(torch.int32)
+        parts.append(mla_decode(query[:, start:stop].contiguous(), pages, places.table, lengths, latent=heads.rank, scale=heads.scale, max_length=places.width,
+                                out_dtype=out_dtype).to(query.dtype))
+    return places.ended(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))
 
 
 def _by_rows(query: torch.Tensor, pages: torch.Tensor, heads: Heads, places: Places) -> torch.Tensor:
+    query = places.beside(query)
     batch, steps, count, width = query.shape
     rows = pages.view(-1, width).index_select(0, places.rows.flatten()).view(batch, -1, width)
     if deterministic():
         o = attention_batch(query.reshape(batch, steps * count, width), rows, rows[..., : heads.rank], places.seen.repeat_interleave(count, 1), heads.scale)
-        return o.to(query.dtype).view(batch, steps, count, -1)
+        return places.behind(o.to(query.dtype).view(batch, steps, count, -1))
     score = (query.reshape(batch, steps * count, width) @ rows.mT).view(batch, steps, count, -1) * heads.scale
     score = score.to(torch.promote_types(score.dtype, torch.float32)).masked_fill_(places.hidden[:, :, None], -torch.inf)
     p = torch.softmax(score, dim=-1).to(query.dtype)
-    return (p.view(batch, steps * count, -1) @ rows[..., : heads.rank]).view(batch, steps, count, -1)
+    return places.behind((p.view(batch, steps * count, -1) @ rows[..., : heads.rank]).view(batch, steps, count, -1))
 
 
 def _written_out(q: torch.Tensor, pages: torch.Tensor, heads: Heads, places: Places) -> torch.Tensor:
     assert places.packed is not None
     rows = pages.flatten(0, 1)[places.keys]
     kv = heads.expand(rows[:, : heads.rank]).view(rows.shape[0], q.shape[2], -1)
-    o = mla_prefill(q[0], kv, rows[:, heads.rank :], cu_seqlens=places.packed.bounds32, cu_seqlens_k=places.key_bounds, scale=heads.scale, out_dtype=torch.float32)
+    o = mla_prefill(q[0], kv, rows[:, heads.rank :], cu_seqlens=places.packed.bounds32, cu_seqlens_k=places.key_bounds, scale=heads.scale,
+                    out_dtype=torch.promote_types(q.dtype, torch.float32))
     return o.to(q.dtype)[None]

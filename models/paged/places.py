@@ -85,8 +85,7 @@ class Places:
     @cached_property
     def rows(self) -> torch.Tensor:
         """int64 [B, width]: `named`, and of positions behind a row's last token one of zeros."""
-        last = self.held + (self.steps if self.packed is None else self.packed.lengths_s)
-        behind = torch.arange(self.width, device=self.held.device) >= last[:, None]
+        behind = torch.arange(self.width, device=self.held.device) >= self.last[:, None]
         return self.named.masked_fill(behind, self.blank * PAGE)
 
     @cached_property
@@ -110,9 +109,9 @@ class Places:
         return {}
 
     @cached_property
-    def counts(self) -> torch.Tensor:
-        """int32 [B]: `seen` of the last token."""
-        return (self.held + self.steps).to(torch.int32)
+    def last(self) -> torch.Tensor:
+        """int32 or int64 [B]: tokens of each row with the new ones."""
+        return self.held + (self.steps if self.packed is None else self.packed.lengths_s)
 
     @cached_property
     def layout(self) -> Layout:
@@ -122,13 +121,13 @@ class Places:
                                  longest_k=max(self.totals), rows=self.keys.to(torch.int32))
         batch = self.held.shape[0]
         each = torch.arange(batch + 1, dtype=torch.int32, device=self.held.device)
-        return Layout(each * self.steps, each * self.width, self.named.flatten(), self.counts, self.seen.flatten(), self.steps, self.width)
+        return Layout(each * self.steps, each * self.width, self.named.flatten(), self.last, self.seen.flatten(), self.steps, self.width)
 
     @cached_property
     def key_bounds(self) -> torch.Tensor:
         """int32 [S + 1], of a pack: where each sequence's rows begin among `keys`."""
         assert self.packed is not None
-        return pad((self.held + self.packed.lengths_s).cumsum(0, dtype=torch.int32), (1, 0))
+        return pad(self.last.cumsum(0, dtype=torch.int32), (1, 0))
 
     @cached_property
     def keys(self) -> torch.Tensor:
@@ -147,3 +146,18 @@ class Places:
     def behind(self, x: torch.Tensor) -> torch.Tensor:
         """x [B, T, ...] as the tokens are: what `beside` was given."""
         return x if self.packed is None else self.packed.unpadded(x)[None]
+
+    def ending(self, x: torch.Tensor) -> torch.Tensor:
+        """As `beside`, padded on the left: every row's newest token is last. What is padded is any token's."""
+        if self.packed is None:
+            return x
+        lengths, bounds = self.packed.lengths_s[:, None], self.packed.bounds[:-1, None]
+        at = torch.arange(self.steps, device=x.device) - (self.steps - lengths)
+        return x[0].index_select(0, (bounds + at.clamp(min=0)).flatten()).view(-1, self.steps, *x.shape[2:])
+
+    def ended(self, x: torch.Tensor) -> torch.Tensor:
+        """What `ending` was given."""
+        if self.packed is None:
+            return x
+        sequence = self.packed.sequence
+        return x[sequence, self.steps - self.packed.lengths_s[sequence] + self.packed.offset][None]

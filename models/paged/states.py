@@ -59,7 +59,7 @@ class KdaStates:
             return
         slot, count = slots.long(), accepted.clamp(0, self.window.capacity).long()
         if self.kernels(self.window.k):
-            fold(decay.a_log.float(), decay.dt_bias.float(), self.state, slots, self.window, accepted, lower_bound=decay.lower_bound)
+            fold(*decay.of(self.state.dtype), self.state, slots, self.window, accepted, lower_bound=decay.lower_bound)
         else:
             self.state[slot] = self.folded(slot, count, decay)
         self.history[slot, : self.carried] = self.tail(slot, count)
@@ -107,7 +107,7 @@ class PagedKda:
 
     def _by_kernels(self, raw: torch.Tensor, weight: torch.Tensor, z: torch.Tensor, beta: torch.Tensor, decay: Decay, verify: bool) -> torch.Tensor:
         pool, slots, accepted = self.pool, self.places.slots, self.places.accepted
-        parameters = decay.a_log.float(), decay.dt_bias.float(), pool.state, slots
+        parameters = *decay.of(pool.state.dtype), pool.state, slots
         if verify:
             assert pool.window is not None
             assert accepted is not None

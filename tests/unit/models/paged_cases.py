@@ -49,6 +49,8 @@ class Pooled:
     def fill(self, ends: Sequence[int]) -> None:
         """Prefill every row that is not there yet up to its end."""
         which = [i for i, end in enumerate(ends) if end > self.done[i]]
+        if not which:
+            return
         packed = Packed.of([ends[i] - self.done[i] for i in which], self.device)
         tokens = torch.cat([self.rows[i][self.done[i] : ends[i]] for i in which])
         context, index = [self.done[i] for i in which], torch.tensor(which, device=self.device)

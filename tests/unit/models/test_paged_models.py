@@ -15,6 +15,7 @@ from driftline.kernels.mode import Numerics
 from driftline.models.causal_lm import CausalLM
 from driftline.models.dense.config import Architecture, DenseConfig
 from driftline.models.dense.decoder import DenseForCausalLM
+from driftline.models.paged import grouped, latent
 from driftline.models.paged.states import KdaStates
 
 torch.set_num_threads(1)
@@ -190,3 +191,33 @@ def test_clearing_leaves_nothing_that_is_not_a_number() -> None:
     for layer in run.pool.layers:
         for tensor in layer.everything() if isinstance(layer, KdaStates) else layer.tensors():
             assert not tensor.any()
+
+
+@pytest.fixture
+def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operators that have kernels are called as they are where those run, by their references: over pages, slots and windows as they lie."""
+    monkeypatch.setattr(KdaStates, "kernels", lambda self, like: True)
+    monkeypatch.setattr(latent, "_run_kernels", lambda q, pages: True)
+    monkeypatch.setattr(latent, "_fits", lambda rank, width: True)
+    monkeypatch.setattr(grouped, "_run_kernels", lambda q, keys: True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("longest", [8, 1000])
+@pytest.mark.usefixtures("as_on_a_device")
+def test_the_calls_of_a_device_compute_it_too(kind: str, way: str, longest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces of more tokens than `longest` write keys and values out. Nothing that lies behind a row's last token is let in by a longer row beside it."""
+    monkeypatch.setattr(latent, "LONGEST_WINDOW", longest)
+    run = WAYS[way](model(kind, torch.float64), rows := rows_of((70, 12, 131, 44)))
+    for found, wanted in zip(run.found(), whole(run.model, rows)[0], strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-11)
+
+
+@pytest.mark.usefixtures("as_on_a_device")
+def test_a_prefill_of_many_queries_is_scored_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(latent, "LONGEST_WINDOW", 1000)
+    monkeypatch.setattr(latent, "PAIRS", 2 * 4 * 5)
+    run = _in_one(model("k3", torch.float64), rows := rows_of((70, 12, 131, 44)))
+    for found, wanted in zip(run.found(), whole(run.model, rows)[0], strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-11)
