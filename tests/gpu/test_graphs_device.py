@@ -88,7 +88,8 @@ class Sequences:
 
 
 def equal(one: Sequences, other: Sequences) -> bool:
-    return all(np.array_equal(a.tokens, b.tokens) and np.array_equal(a.logprobs.view(np.int32), b.logprobs.view(np.int32)) and np.array_equal(a.routes, b.routes)
+    """To the bit, and numbers."""
+    return all(np.isfinite(sampled.logprobs).all() for sampled in one.seen) and all(np.array_equal(a.tokens, b.tokens) and np.array_equal(a.logprobs.view(np.int32), b.logprobs.view(np.int32)) and np.array_equal(a.routes, b.routes)
                for a, b in zip(one.seen, other.seen, strict=True))
 
 

@@ -7,6 +7,7 @@ of memory for what is made within, because they never run at the same time.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -46,8 +47,17 @@ class CudaCapture:
             compute()
         torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
         graph, watch = torch.cuda.CUDAGraph(), Watch()
-        # Other threads may use the device meanwhile: only this one's mistakes are refused.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"), watch:
-            outputs = compute()
+        torch.cuda.synchronize(self._stream.device)
+        torch.cuda.empty_cache()  # a capture that runs out of memory cannot ask for what is cached elsewhere
+        with torch.cuda.stream(self._stream), watch:
+            # Other threads may use the device meanwhile: only this one's mistakes are refused.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                outputs = compute()
+            except RuntimeError:
+                with suppress(RuntimeError):  # of a capture that is broken; the first error says why
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         self._pool = self._pool or graph.pool()
         return Captured(graph.replay, outputs, tuple(watch.outside.values()))

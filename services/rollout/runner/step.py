@@ -85,7 +85,8 @@ def step(model: CausalLM, forward: Forward, inputs: Inputs, greedy: Greedy, rule
 def drawn(model: CausalLM, hidden: torch.Tensor, temperatures: torch.Tensor, draws: torch.Tensor, greedy: Greedy) -> tuple[torch.Tensor, torch.Tensor]:
     """hidden [N, D], temperatures fp32 [N], draws float64 [N]: tokens int64 [N] and their log-probabilities fp32 [N]."""
     rows = max(1, CHANCES // model.lm_head.weight.shape[0])
-    parts = [_drawn(model, *part, greedy) for part in zip(hidden.split(rows), temperatures.split(rows), draws.split(rows), strict=True)]
+    each = zip(torch.split(hidden, rows), torch.split(temperatures, rows), torch.split(draws, rows), strict=True)
+    parts = [_drawn(model, h, t, d, greedy) for h, t, d in each]
     return parts[0] if len(parts) == 1 else (torch.cat([tokens for tokens, _ in parts]), torch.cat([logprobs for _, logprobs in parts]))
 
 
