@@ -96,8 +96,7 @@ def submitted_until_refused(one: Engine) -> int:
     for i in range(1000):
         try:
             one.submit_request(request(f"s{i}", prompt(i)))
-        except QueueFull as refused:
-            assert "queue_mb" in str(refused)
+        except QueueFull:
             return i
     raise AssertionError("nothing was refused")
 
@@ -106,6 +105,8 @@ def test_what_waits_is_refused_by_bytes_and_taken_again_later() -> None:
     one = engine(queue_bytes=20_000)
     taken = submitted_until_refused(one)
     assert 10 < taken < 40
+    with pytest.raises(QueueFull, match="queue_mb"):
+        one.submit_request(request("one more", prompt(5)))
     assert len({completion.id for done in steps(one) for completion in done}) == taken
     one.submit_request(request("later", prompt(5)))
     assert [completion.id for done in steps(one) for completion in done] == ["later"]
