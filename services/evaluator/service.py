@@ -30,7 +30,7 @@ from driftline.services.config import Config
 from driftline.services.grader.pool import GraderPool
 from driftline.services.grader.private import private_paths
 from driftline.services.policy_model import build_model
-from driftline.services.rollout.engine import Engine
+from driftline.services.rollout.engine import Engine, EngineMemory
 from driftline.services.runtime import finished
 from driftline.services.starting import starting_place
 from driftline.services.telemetry import Reporter
@@ -163,7 +163,11 @@ class EvaluatorService:
     def _sample(
         self, policy: _Policy, version: int, state: Mapping[str, torch.Tensor], tasks: Sequence[Task], samples: int, greedy: bool
     ) -> list[_Sampled]:
-        engine = Engine(policy.model, version=version, max_batch=MAX_BATCH, name="evaluator", greedy_decoding=greedy, tokenizer=policy.tokenizer)
+        rollout = self._config.rollout
+        engine = Engine(
+            policy.model, version=version, max_batch=min(MAX_BATCH, rollout.max_batch) if rollout.cache_mb else MAX_BATCH, name="evaluator",
+            greedy_decoding=greedy, tokenizer=policy.tokenizer, memory=EngineMemory(cache_bytes=rollout.cache_mb * 2**20),
+        )
         engine.load(version, state)
         sampling: Sampling = self._config.sampling.message()
         for i, task in enumerate(tasks):

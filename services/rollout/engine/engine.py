@@ -17,96 +17,35 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
 
 from driftline.messages.errors import ConfigError, DriftlineError, IntegrityError
 from driftline.messages.types import Finish, Group, Trajectory
-from driftline.models.causal_lm import CausalLM
-from driftline.models.drafter.taps import Taps as DrafterTaps
-from driftline.models.mlp import route_shape
-from driftline.models.paged import Pool
 from driftline.models.state import load_state
-from driftline.models.tokenizer import ByteTokenizer, Tokenizer
 from driftline.services.rollout.conversation import conversation
 from driftline.services.rollout.engine.batch import Batch
-from driftline.services.rollout.engine.drafting import Drafting
-from driftline.services.rollout.engine.memory import EngineMemory, plan
+from driftline.services.rollout.engine.prompts import Prompts
 from driftline.services.rollout.engine.request import Completion, Progress, Request
-from driftline.services.rollout.engine.row import Job, Row, Span, hit_spans, spread
-from driftline.services.rollout.engine.scheduler import CHUNK, Chunk, Scheduler, common, pieces
-from driftline.services.rollout.prefix import CacheKey, HostTier, Lease, PrefixCache
+from driftline.services.rollout.engine.row import Job, Row
+from driftline.services.rollout.engine.scheduler import Scheduler
 from driftline.services.rollout.randomness import member_key
-from driftline.services.rollout.runner import Adapters, DecodeBatch, PrefillBatch, Rule, Runner, Sampled, Taps, runner_for
-from driftline.services.rollout.speculation import Drafts, Speculator
-from driftline.services.rollout.speculation.judging import judge
-from driftline.services.rollout_config import SpeculationRule
+from driftline.services.rollout.runner import DecodeBatch, Sampled
+from driftline.services.rollout.speculation import Drafts
 
-__all__ = ["Engine", "RunnerOf"]
+__all__ = ["Engine"]
 
 RECOMPUTED = 8192
 """Tokens computed together when a version comes."""
-SESSIONS = 1 << 16
-"""Sessions whose last rows are remembered to be of an older policy."""
-
-class RunnerOf(Protocol):
-    """Makes what computes: `runner_for`, with the rest of its arguments given."""
-
-    def __call__(
-        self, model: CausalLM, pool: Pool, max_batch: int, *, greedy: bool, rule: Rule | None, bank: Adapters | None, taps: Taps | None
-    ) -> Runner: ...
 
 
-class Engine:
+class Engine(Prompts):
     """Sample with `model`. `max_batch` bounds the rows decoded together; a whole group enters at once, and one that is larger does so in parts. `tokenizer`
     (None: bytes) is the model's: a completion ends at any of its `eos_ids`. `resume_stale`: a session's next turn may go on with what an older policy
     computed for it, stamped. `adapters`: their rows in the model's `bank`, by name. `runner` makes what computes. ConfigError when the tokenizer has ids that
     the model has not."""
-
-    def __init__(
-        self, model: CausalLM, *, version: int, max_batch: int = 64, name: str = "engine", greedy_decoding: bool = False,
-        record_routes: bool = False, tokenizer: Tokenizer | None = None, memory: EngineMemory | None = None, prefill_tokens: int = 2048,
-        queue_bytes: int = 256 * 2**20, speculator: Speculator | None = None, runner: RunnerOf | None = None, resume_stale: bool = False,
-        adapters: Mapping[str, int] | None = None, bank: Adapters | None = None,
-    ) -> None:
-        if tokenizer is not None and tokenizer.vocab_size > model.config.vocab_size:
-            raise ConfigError(f"the tokenizer has {tokenizer.vocab_size} ids", field="vocab_size", value=model.config.vocab_size,
-                              remedy="the tokenizer beside the weights must be the model's own")
-        self.model = model.eval()
-        self.version, self.max_batch, self.name = version, max_batch, name
-        self.greedy_decoding, self.record_routes = greedy_decoding, record_routes
-        self.tokenizer: Tokenizer = tokenizer or ByteTokenizer()
-        self._ends = frozenset(self.tokenizer.eos_ids)
-        self.device = next(model.parameters()).device
-        self.tokens_sampled = 0
-        self.prompt_tokens = 0
-        self.preemptions = 0
-        self.prefill_tokens = max(prefill_tokens, CHUNK)
-        self.resume_stale, self._adapters = resume_stale, dict(adapters or {})
-        shape = route_shape(model) if record_routes else None
-        self._routes = (shape.layers, shape.top_k) if shape is not None else None
-        self._torn = False
-        memory = memory or EngineMemory()
-        with torch.inference_mode():
-            window = speculator.window if speculator is not None else 1
-            pages, slots, self.longest = plan(model, memory, max_batch=max_batch, window=window)
-            self.pool = Pool.make(model, pages=pages, slots=slots, window=window)
-            host = HostTier(memory.host_bytes, self.device) if memory.host_bytes else None
-            self.cache = PrefixCache(self.pool, enabled=memory.prefix_cache, host=host, routed=self._routes is not None)
-            self.runner: Runner = (runner or _eager)(model, self.pool, max_batch, greedy=greedy_decoding, rule=_rule(speculator), bank=bank, taps=_taps(model, speculator))
-        self._drafting = Drafting(speculator) if speculator is not None else None
-        self._queue_bytes = queue_bytes
-        self._scheduler: Scheduler[Job] = Scheduler(queue_bytes=queue_bytes)
-        self._filling: list[Job] = []
-        self._rows: list[Row] = []
-        self._batch: Batch | None = None
-        self._made_room = False
-        self._completions: list[tuple[Row, Completion]] = []
-        self._sessions: OrderedDict[str, CacheKey] = OrderedDict()
 
     # What there is.
 
@@ -122,10 +61,6 @@ class Engine:
     @property
     def idle(self) -> bool:
         return not self._rows and not self._filling and not self._scheduler
-
-    def cache_key(self, adapter: str = "") -> CacheKey:
-        """What is computed now is cached under it."""
-        return CacheKey(type(self.model).__name__, adapter, self.version)
 
     # What comes in.
 
@@ -243,7 +178,7 @@ class Engine:
         self.runner.weights_changed()
         for job in self._filling:  # halfway through a prompt of a policy that is gone
             self._release(job.lease)
-            self._scheduler.interrupt(_again(job))
+            self._scheduler.interrupt(job.again())
         self._filling = []
         kept = set(self._sessions.values()) | {row.cache_key for job in self._scheduler for row in job.rows}  # those that made room go on like those that run
         self.cache.forget(lambda key: key.version != version and key not in kept)
@@ -328,18 +263,6 @@ class Engine:
         batch.advance(sampled.tokens[np.arange(len(kept)), kept - 1], kept)
         batch.accepted = kept
 
-    def _fold(self, rows: Sequence[Row]) -> None:
-        """Bring their states up to date with what they kept of their windows."""
-        behind = [row for row in rows if row.pending and row.lease is not None]
-        if not behind:
-            return
-        slots = torch.tensor([row.lease.slot for row in behind if row.lease is not None], dtype=torch.int32)
-        self.pool.fold(slots.to(self.device), torch.tensor([row.pending for row in behind], dtype=torch.int32).to(self.device))
-        for row in behind:
-            row.pending = 0
-        if self._batch is not None:
-            self._batch.accepted = np.array([row.pending for row in self._batch.rows], dtype=np.int32)
-
     def _batch_with_room(self, steps: int) -> Batch | None:
         """The running rows, each with a page for so many more tokens; the youngest make room for the others. None: nobody is left."""
         if self._batch is None:
@@ -355,17 +278,6 @@ class Engine:
             self._keep([row for row in self._rows if row.lease is not None])
             self._batch = batch = Batch(self._rows)
         return batch if self._rows else None
-
-    def _append(self, rows: Sequence[Row], tokens: np.ndarray, logprobs: np.ndarray) -> None:
-        version = self.version
-        for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
-            row.tokens.append(token)
-            row.logprobs.append(logprob)
-            row.versions.append(version)
-        self.tokens_sampled += len(rows)
-
-    def _adapters_of(self, rows: Sequence[Row]) -> list[int] | None:
-        return [self._adapters[row.adapter] if row.adapter else -1 for row in rows] if self._adapters else None
 
     def _collect(self) -> list[Trajectory]:
         done: list[Trajectory] = []
@@ -385,242 +297,4 @@ class Engine:
         self._keep(keep)
         return done
 
-    def _keep(self, rows: list[Row]) -> None:
-        if len(rows) != len(self._rows):
-            self._rows, self._batch = rows, None
-
-    # What rows hold.
-
-    def _release(self, lease: Lease | None) -> None:
-        if lease is not None:
-            self.cache.end(lease)
-
-    def _filed_under(self, row: Row) -> CacheKey:
-        """What wrote all that a row holds."""
-        key = row.cache_key
-        assert key is not None
-        return key if key.mixed or key.version == row.versions[-1] else CacheKey.of_mixed(key.base, key.adapter, row.holder)
-
-    def _leave(self, row: Row) -> None:
-        """A request is done: what it holds stays for its session's next turn."""
-        self._fold([row])
-        lease, row.lease = row.lease, None
-        assert lease is not None
-        key, of_session = self._filed_under(row), isinstance(row.owner, Request) and row.owner.session
-        if key.version != self.version and not (of_session and self.resume_stale):
-            self.cache.end(lease)
-            return
-        self.cache.end(lease, key, row.prompt + row.tokens, row.length, routes=row.computed_routes() if self._routes is not None else None,
-                       versions=row.written_by() if key.mixed else None)
-        if of_session and self.resume_stale:
-            self._sessions[of_session] = key
-            self._sessions.move_to_end(of_session)
-            if len(self._sessions) > SESSIONS:
-                self._sessions.popitem(last=False)
-
-    def _resumed(self, row: Row, key: CacheKey | None) -> Job:
-        """A row without a lease as work: `key` is what its rows may still be cached under."""
-        self._retire(row)
-        row.lease, row.cache_key, row.pending = None, key, 0
-        return Job(tokens=row.history(), rows=[row], serial=row.serial)
-
-    def _make_room(self) -> None:
-        """The youngest gives its memory back. DriftlineError when there is only one."""
-        self._made_room = True
-        row = max(self._rows_with_lease(), key=lambda r: (r.serial, r.member), default=None)
-        job = max(self._filling, key=lambda j: j.serial, default=None)
-        if (row is None or job is None) and len(self._rows_with_lease()) + len(self._filling) == 1:
-            raise DriftlineError("no memory for one sequence", field="rollout.cache_mb", value=self.pool.pages * self.pool.page_bytes / 2**20,
-                                 remedy="give the cache more, or shorten sampling.max_tokens")
-        self.preemptions += 1
-        if job is not None and (row is None or job.serial > row.serial):
-            self._filling.remove(job)
-            self._release(job.lease)
-            self._scheduler.interrupt(_again(job))
-        elif row is not None and row.lease is not None:
-            self._fold([row])
-            lease, key = row.lease, self._filed_under(row)
-            self.cache.preempt(lease, key, row.prompt + row.tokens, row.length, routes=row.computed_routes() if self._routes is not None else None,
-                               versions=row.written_by() if key.mixed else None)
-            self._scheduler.interrupt(self._resumed(row, key))
-
-    def _retire(self, row: Row) -> None:
-        if self._drafting is not None:
-            self._drafting.retire(row)
-
-    def _rows_with_lease(self) -> list[Row]:
-        return [row for row in self._rows if row.lease is not None]
-
     # Prompts.
-
-    def _fill(self, budget: int, *, new: bool = True) -> bool:
-        """Compute about `budget` tokens of prompts, in rounds: what one leaves in the cache the next one hits. Whether anything was computed."""
-        any_computed = False
-        while budget > 0:
-            self._enter(new)
-            chunks = self._with_pages(pieces(self._filling, budget))
-            if not chunks:
-                break
-            self._compute(chunks)
-            any_computed = True
-            budget -= sum(chunk.end - chunk.begin for chunk in chunks)
-        return any_computed
-
-    def _enter(self, new: bool) -> None:
-        """Begin what waits, in turn, while there is room for it and nobody computes its beginning already."""
-        scheduler = self._scheduler
-        room = self.max_batch - len(self._rows) - sum(len(job.rows) for job in self._filling)
-        while (job := scheduler.first()) is not None and len(job.rows) <= room and (new or scheduler.interrupted_members):
-            if self._made_room and (self._rows or self._filling):
-                return  # what left just now would come back to be asked to leave
-            keys = self._keys(job)
-            if self._held_back(job, keys) or not self._has_memory(job, keys):
-                return
-            lease = self.cache.begin(keys, job.tokens)
-            if lease is None:
-                return
-            scheduler.take()
-            room -= len(job.rows)
-            self._begin(job, keys, lease)
-
-    def _keys(self, job: Job) -> tuple[CacheKey, ...]:
-        row = job.rows[0]
-        current = self.cache_key(row.adapter)
-        others = [row.cache_key] if row.tokens and row.cache_key is not None else []
-        if self.resume_stale and isinstance(row.owner, Request) and row.owner.session in self._sessions:
-            others.append(self._sessions[row.owner.session])
-        return (current, *(key for key in dict.fromkeys(others) if key != current))
-
-    def _has_memory(self, job: Job, keys: tuple[CacheKey, ...]) -> bool:
-        """Whether there is memory for it and a page more for everybody."""
-        if not self._rows and not self._filling:
-            return True
-        needed = (job.length - self.cache.length_of_hit(keys, job.tokens)) // CHUNK + 2 * len(job.rows)
-        return self.cache.available >= needed + len(self._rows) + sum((f.length - f.done) // CHUNK + 2 * len(f.rows) for f in self._filling)
-
-    def _held_back(self, job: Job, keys: tuple[CacheKey, ...]) -> bool:
-        """Whether another prompt that is being computed begins like this one: it is waited for there."""
-        if not self.cache.enabled:
-            return False
-        for leader in self._filling:
-            if leader.key != keys[0]:
-                continue
-            until = min(common(leader.tokens, job.tokens), job.length - 1) // CHUNK * CHUNK
-            if until > leader.done and until > self.cache.length_of_hit(keys, job.tokens):
-                if until not in leader.stops:
-                    leader.stops.append(until)
-                return True
-        return False
-
-    def _begin(self, job: Job, keys: tuple[CacheKey, ...], lease: Lease) -> None:
-        row, written = job.rows[0], lease.key if lease.hit else keys[0]
-        job.lease, job.done, job.keys, job.written = lease, lease.hit, keys, hit_spans(lease.hit, lease.versions)
-        job.key = keys[0] if written == keys[0] else CacheKey.of_mixed(keys[0].base, keys[0].adapter, row.holder)
-        if (stop := self.cache.snapshot_at(keys, job.tokens)) is not None:
-            job.stops.append(stop)
-        if not job.begun:
-            for one in job.rows:
-                one.hit, one.serial = lease.hit, job.serial
-        if self._routes is not None:
-            job.routes = row.computed_routes() if job.begun else np.full((job.length, *self._routes), -1, dtype=np.int16)
-            if not job.begun and lease.hit and lease.routes is not None and job.routes is not None:
-                job.routes[: lease.hit] = lease.routes
-        self._filling.append(job)
-        self._filling.sort(key=lambda j: j.serial)
-
-    def _with_pages(self, chunks: list[Chunk[Job]]) -> list[Chunk[Job]]:
-        """The chunks that have memory; the youngest make room for the oldest."""
-        ready: list[Chunk[Job]] = []
-        for chunk in chunks:
-            job = chunk.work
-            while job.lease is not None and job in self._filling and not self.cache.grow(job.lease, chunk.end):
-                if not self._younger(job.serial) and (self._rows or job is not self._filling[0]):
-                    break
-                self._make_room()
-            else:
-                ready.append(chunk)
-        return [chunk for chunk in ready if chunk.work in self._filling]
-
-    def _younger(self, serial: int) -> bool:
-        return any(row.serial > serial for row in self._rows_with_lease()) or any(job.serial > serial for job in self._filling)
-
-    def _compute(self, chunks: Sequence[Chunk[Job]]) -> None:
-        """One forward over the next tokens of several prompts; rows whose prompt it completes draw their first token."""
-        jobs = [chunk.work for chunk in chunks]
-        leases = [job.lease for job in jobs if job.lease is not None]
-        tables = np.zeros((len(jobs), max(len(lease.pages) for lease in leases)), dtype=np.int32)
-        for table, lease in zip(tables, leases, strict=True):
-            table[: len(lease.pages)] = lease.pages
-        drawing = [(i, row) for i, (job, _, end) in enumerate(chunks) if end == job.length and not job.begun for row in job.rows]
-        computed = self.runner.prefill(PrefillBatch(
-            tokens=np.concatenate([np.frombuffer(job.tokens, dtype=np.int32)[begin:end] for job, begin, end in chunks]).astype(np.int64),
-            counts=[end - begin for _, begin, end in chunks], slots=np.array([lease.slot for lease in leases], dtype=np.int32), tables=tables,
-            context=np.array([begin for _, begin, _ in chunks], dtype=np.int32), behind=np.array([i for i, _ in drawing], dtype=np.int64),
-            keys=np.array([row.key for _, row in drawing], dtype=np.uint64), positions=np.array([row.first_draw for _, row in drawing], dtype=np.int64),
-            temperatures=np.array([row.temperature for _, row in drawing], dtype=np.float32), sample=bool(drawing),
-            adapters=self._adapters_of([job.rows[0] for job in jobs]),
-        ))
-        self.prompt_tokens += sum(end - begin for _, begin, end in chunks)
-        self._file(chunks, computed.routes)
-        if drawing:
-            self._append([row for _, row in drawing], computed.tokens[:, 0], computed.logprobs[:, 0])
-            if self._drafting is not None:
-                ends = np.cumsum([end - begin for _, begin, end in chunks]).tolist()
-                self._drafting.saw_prompts([row for _, row in drawing], computed, [(ends[i] - chunks[i].end + chunks[i].begin, ends[i]) for i, _ in drawing])
-        for job, _, end in chunks:
-            if end == job.length:
-                self._filling.remove(job)
-                self._start(job)
-
-    def _file(self, chunks: Sequence[Chunk[Job]], routes: np.ndarray | None) -> None:
-        """What was computed is known to be, and cached where others may go on from it."""
-        at = 0
-        for job, begin, end in chunks:
-            if routes is not None and job.routes is not None and not job.begun:
-                job.routes[begin:end] = routes[at : at + end - begin]
-            at += end - begin
-            job.done = end
-            assert job.lease is not None and job.key is not None
-            if end % CHUNK == 0:
-                versions = spread((*job.written, Span(end, self.version))) if job.key.mixed else None
-                self.cache.commit(job.lease, job.key, job.tokens, end, routes=job.routes, versions=versions, keep=end in job.stops)
-
-    def _start(self, job: Job) -> None:
-        """Its rows run, each with a lease of its own; those for which there is no memory wait."""
-        assert job.lease is not None
-        first, others = job.rows[0], job.rows[1:]
-        leases: list[Lease] = []
-        if others:
-            made = self.cache.forks(job.lease, job.length, len(others))
-            while made is None and len(leases) < len(others) and (fork := self.cache.fork(job.lease, job.length)) is not None:
-                leases.append(fork)
-            leases = made if made is not None else leases
-        for row, lease in zip((first, *others), (job.lease, *leases), strict=False):
-            row.lease, row.cache_key, row.written = lease, job.key, (*job.written, Span(job.length, self.version))
-            self._rows.append(row)
-        for row in job.rows:
-            if row.prompt_routes is None:
-                row.prompt_routes = job.routes
-        for row in others[len(leases) :]:
-            self._scheduler.interrupt(self._resumed(row, job.key))
-        self._batch = None
-
-
-def _eager(
-    model: CausalLM, pool: Pool, max_batch: int, *, greedy: bool, rule: Rule | None, bank: Adapters | None, taps: Taps | None
-) -> Runner:
-    return runner_for(model, pool, max_batch, cuda_graphs=False, greedy=greedy, rule=rule, bank=bank, taps=taps)
-
-
-def _taps(model: CausalLM, speculator: Speculator | None) -> Taps | None:
-    return DrafterTaps(model, speculator.taps).take if speculator is not None and speculator.taps else None
-
-
-def _rule(speculator: Speculator | None) -> Rule | None:
-    return judge if speculator is not None and speculator.rule is SpeculationRule.REJECTION else None
-
-
-def _again(job: Job) -> Job:
-    """From the beginning."""
-    job.lease, job.key, job.routes, job.stops = None, None, None, []
-    return job

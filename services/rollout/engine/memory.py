@@ -17,8 +17,8 @@ HOST_BYTES = 2**30
 """On a CPU, unless told, or what one sequence needs."""
 HOST_PAGES = 64
 """And no more than 4,096 tokens of every row."""
-FREE = 0.6
-"""Of a device's free memory, unless told: the rest is for a step's own tensors, and for a learner's or a drafter's."""
+FREE = 0.25
+"""Of a device's free memory, unless told: other engines, an evaluator or a learner may share it."""
 LEAST_PAGES = 4
 """In any pool."""
 SNAPSHOTS = 3

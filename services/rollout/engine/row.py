@@ -205,3 +205,8 @@ class Job(Work):
     @property
     def name(self) -> str:
         return self.rows[0].name
+
+    def again(self) -> Job:
+        """Itself, from the beginning."""
+        self.lease, self.key, self.routes, self.written = None, None, None, ()
+        return self

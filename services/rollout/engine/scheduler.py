@@ -72,11 +72,11 @@ class Chunk(NamedTuple, Generic[W]):
 
 
 @dataclass
-class _Tenant:
+class _Tenant(Generic[W]):
     """`given`: tokens and rows it was let in with; a tenant that comes later starts where the others are."""
 
     given: int = 0
-    queue: deque[W] = field(default_factory=deque)  # type: ignore[type-var]
+    queue: deque[W] = field(default_factory=deque)
 
 
 class Scheduler(Generic[W]):
@@ -85,7 +85,7 @@ class Scheduler(Generic[W]):
     def __init__(self, *, queue_bytes: int) -> None:
         self._room = queue_bytes
         self._serials = count()
-        self._tenants: dict[tuple[int, str], _Tenant] = {}
+        self._tenants: dict[tuple[int, str], _Tenant[W]] = {}
         self._interrupted: list[W] = []
         self.queued_bytes = 0
         self.members = 0
