@@ -72,7 +72,7 @@ class EagerRunner:
         tokens, slots, tables, context = (sent(x, self.device) for x in (batch.tokens, batch.slots, batch.tables, batch.context))
         with self._adapters(batch.adapters, batch.rows, packed):
             out = prefill(self.model, self.pool, tokens, packed, slots, tables, context, contexts=batch.context.tolist())
-        tapped = None if self.taps is None else self.taps()
+        tapped = None if self.taps is None else self.taps().flatten(0, -2)  # of a packed row, [1, N, ...] or [N, ...]
         hidden = out.hidden.index_select(0, packed.bounds[1:] - 1)
         if batch.sample and batch.keys.size:
             first, logprobs = self._drawn(batch, hidden)
@@ -127,7 +127,8 @@ class EagerRunner:
 
 def shape_of(batch: DecodeBatch) -> Shape:
     """The batch's own, without padding."""
-    return Shape(batch.rows, batch.window, batch.pages, batch.accepted is not None, 0 if batch.probs is None else int(batch.probs.shape[2]))
+    shape = Shape(batch.rows, batch.window, batch.pages, batch.accepted is not None)
+    return shape if batch.probs is None else shape._replace(vocabulary=int(batch.probs.shape[2]), probs=batch.probs.dtype)
 
 
 def pending(out: Outputs, rows: int) -> Pending:

@@ -113,6 +113,8 @@ class GraphRunner(EagerRunner):
         places = self._weights()
         if places != self._places:
             self._places = places
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)  # none of them is running when its memory goes
             self._graphs.clear()
             self.refused.clear()
 
@@ -136,7 +138,7 @@ class GraphRunner(EagerRunner):
     def _made(self, key: Key) -> _Graph | None:
         begun = time.perf_counter()
         try:
-            staged = Staged(key.shape, self.device, self.model.lm_head.weight.dtype if key.shape.vocabulary else torch.float32)
+            staged = Staged(key.shape, self.device)
             with self._adapters(None, key.shape.rows, None):
                 captured = self._capture(lambda: step(self.model, self._forward, staged.inputs, key.greedy, self.rule, self.taps))
         except RuntimeError as error:

@@ -23,13 +23,15 @@ _DTYPES: dict[torch.dtype, Any] = {torch.int64: np.int64, torch.int32: np.int32,
 
 
 class Shape(NamedTuple):
-    """Of a decoding step's arrays: rows, tokens a row, pages a row; whether windows are replayed; the vocabulary of the drafts' distributions (0: there are none)."""
+    """Of a decoding step's arrays: rows, tokens a row, pages a row; whether windows are replayed; the vocabulary of the drafts' distributions (0: there are none) and
+    their dtype, which is kept: a rounded one is not what the drafts were drawn from."""
 
     rows: int
     window: int
     pages: int
     replays: bool
     vocabulary: int = 0
+    probs: torch.dtype = torch.float32
 
 
 class Inputs(NamedTuple):
@@ -50,7 +52,7 @@ class Inputs(NamedTuple):
 class Staged:
     """The memory of one shape's inputs on the device; it stays where it is while batches come and go."""
 
-    def __init__(self, shape: Shape, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, shape: Shape, device: torch.device) -> None:
         self.shape, self.device = shape, device
         rows = shape.rows
         self._fields: list[tuple[str, torch.dtype, tuple[int, ...], int]] = []
@@ -66,7 +68,7 @@ class Staged:
         views: dict[str, torch.Tensor | None] = {name: self._view(kind, size, at) for name, kind, size, at in self._fields}
         if not shape.replays:
             views["accepted"] = None
-        views["probs"] = torch.zeros(rows, shape.window - 1, shape.vocabulary, dtype=dtype, device=device) if shape.vocabulary else None
+        views["probs"] = torch.zeros(rows, shape.window - 1, shape.vocabulary, dtype=shape.probs, device=device) if shape.vocabulary else None
         self.inputs = Inputs(**views)  # type: ignore[arg-type]
         self.load(None)
 

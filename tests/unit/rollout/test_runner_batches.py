@@ -11,6 +11,7 @@ import torch
 
 from driftline.services.rollout.runner import DecodeBatch, PrefillBatch
 from driftline.services.rollout.runner.buckets import FEWEST_PAGES, page_bucket, row_bucket, row_buckets
+from driftline.services.rollout.runner.eager import shape_of
 from driftline.services.rollout.runner.staging import Shape, Staged
 
 CPU = torch.device("cpu")
@@ -129,12 +130,15 @@ def test_drafts_are_counted_as_real_where_nothing_else_is_said() -> None:
     assert staged.inputs.counts.tolist() == [2, 2, 0, 0]
 
 
-def test_distributions_lie_where_the_graph_reads_them() -> None:
-    staged = Staged(Shape(4, 3, 2, True, 5), CPU)
-    assert staged.inputs.probs is not None
-    batch = replace(decoding(2, 3), probs=torch.full((2, 2, 5), 0.2))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_distributions_lie_where_the_graph_reads_them_and_are_not_rounded(dtype: torch.dtype) -> None:
+    batch = replace(decoding(2, 3), probs=torch.softmax(torch.randn(2, 2, 5, dtype=dtype), -1))
+    shape = shape_of(batch)._replace(rows=4)
+    staged = Staged(shape, CPU)
     staged.load(batch)
-    assert torch.equal(staged.inputs.probs[:2], torch.full((2, 2, 5), 0.2))
+    assert staged.inputs.probs is not None
+    assert batch.probs is not None
+    assert torch.equal(staged.inputs.probs[:2], batch.probs)
     assert not staged.inputs.probs[2:].any()
 
 

@@ -14,6 +14,7 @@ from driftline.models.causal_lm import CausalLM
 from driftline.models.config import tiny
 from driftline.models.dense.config import DenseConfig
 from driftline.models.dense.decoder import DenseForCausalLM
+from driftline.models.drafter.taps import Taps
 from driftline.models.lora.bank import AdapterBank
 from driftline.models.model import K3ForCausalLM
 from driftline.models.paged import Pool
@@ -177,6 +178,21 @@ def test_members_of_a_group_draw_behind_one_prompt() -> None:
     assert (out.logprobs[1, 0], out.logprobs[3, 0]) == (np.float32(alone.logprobs[0][0]), np.float32(alone.logprobs[1][0]))
     with torch.inference_mode():
         assert out.tokens[4, 0] == int(model.logits(out.hidden[1, 0]).argmax())
+
+
+@pytest.mark.parametrize("make", [k3, dense])
+def test_what_a_drafter_taps_is_of_each_token_and_the_same_from_a_graph(make) -> None:  # type: ignore[no-untyped-def]
+    model = make()
+    with Taps(model, (1, 2)) as taps:
+        eager, replayed = Rows(EagerRunner(model, pool(model), taps=taps.take)), Rows(graphs(model, taps=taps.take))
+        begun = [rows.prefill() for rows in (eager, replayed)]
+        stepped = [rows.decode([0, 2, 1]) for rows in (eager, replayed)]
+    width = 2 * model.config.hidden_size
+    for (one, other), shape in ((begun, (sum(map(len, PROMPTS)), width)), (stepped, (3, 1, width))):
+        assert one.taps is not None
+        assert other.taps is not None
+        assert tuple(one.taps.shape) == shape
+        assert torch.equal(one.taps, other.taps)
 
 
 def test_rows_without_an_adapter_are_replayed_under_a_bank_and_others_are_not() -> None:
