@@ -23,13 +23,15 @@ from driftline.messages.bus import Bus, Delivery
 from driftline.messages.errors import BrokerUnavailable, DriftlineError, PayloadTooLarge
 from driftline.messages.subjects import ConsumerSpec, Subjects
 from driftline.messages.types import Group, OutcomeEvent, Trajectory
+from driftline.models.causal_lm import CausalLM
 from driftline.models.tokenizers.loading import load_tokenizer
 from driftline.policy_store.blobs import BlobStore
 from driftline.policy_store.reader import PolicyReader
-from driftline.services.config import Config, PolicyUpdate
+from driftline.services.config import Config, EngineKind, PolicyUpdate
 from driftline.services.policy_model import build_model
 from driftline.services.publishing import publish_patiently, pull_patiently
 from driftline.services.rollout.engine import Engine, QueueFull
+from driftline.services.rollout.external import ExternalEngine, FileWeights, open_engine
 from driftline.services.rollout.hand import Hand
 from driftline.services.rollout.quarantine import Quarantine, is_infrastructure
 from driftline.services.rollout.starting_engine import engine_of
@@ -43,6 +45,9 @@ from driftline.services.tensors import from_host
 __all__ = ["Counts", "RolloutService"]
 
 log = structlog.get_logger("rollout")
+
+AnyEngine = Engine | ExternalEngine
+AnyWeights = EngineWeights | FileWeights
 
 SLICE_S = 0.05
 PULL_S = 1.0
@@ -99,7 +104,7 @@ class RolloutService:
         self._reported = (0, time.monotonic())
         self._draining = False
         self._starting: asyncio.Task[None] | None = None
-        self._engine: Engine | None = None
+        self._engine: AnyEngine | None = None
         self._newer, self._prepared = asyncio.Event(), asyncio.Event()
         self._ready: Staged | None = None
         self.counts, self.carried, self.seconds = Counts(), WeightCounts(), UpdateSeconds()
@@ -128,26 +133,37 @@ class RolloutService:
 
     async def _work(self) -> None:
         rollout, policy = self._config.rollout, self._policy
-        model = await asyncio.to_thread(build_model, self._config, device=rollout.device, threads=rollout.threads)
+        own = rollout.engine is EngineKind.DRIFTLINE
+        model = await asyncio.to_thread(build_model, self._config, device=rollout.device, threads=rollout.threads) if own else None
         await policy.first()
-        tokenizer = await asyncio.to_thread(load_tokenizer, starting_place(self._config))
-        engine = await asyncio.to_thread(engine_of, self._config, model, version=policy.version, name=f"rollout-{self.instance}", tokenizer=tokenizer)
-        await asyncio.to_thread(engine.load, policy.version, from_host(policy.state))
-        weights = EngineWeights(parameters_of(model), counts=self.carried)
-        self._engine = engine
-        log.info("engine ready", version=policy.version)
-        async with asyncio.TaskGroup() as tasks:
-            helpers = [
-                tasks.create_task(policy.follow(), name="head"),
-                tasks.create_task(self._carry(engine, weights), name="carry"),
-                tasks.create_task(self._follow_outcomes(), name="outcomes"),
-                tasks.create_task(self._follow_losses(), name="losses"),
-                tasks.create_task(self._pull(engine), name="pull"),
-                tasks.create_task(self._report_regularly(engine), name="report"),
-            ]
-            await self._compute(engine, weights)
-            for helper in helpers:
-                helper.cancel()
+        engine, weights = await asyncio.to_thread(self._opened, model)
+        try:
+            await asyncio.to_thread(engine.load, policy.version, from_host(policy.state))
+            self._engine = engine
+            log.info("engine ready", version=policy.version)
+            async with asyncio.TaskGroup() as tasks:
+                helpers = [
+                    tasks.create_task(policy.follow(), name="head"),
+                    tasks.create_task(self._carry(engine, weights), name="carry"),
+                    tasks.create_task(self._follow_outcomes(), name="outcomes"),
+                    tasks.create_task(self._follow_losses(), name="losses"),
+                    tasks.create_task(self._pull(engine), name="pull"),
+                    tasks.create_task(self._report_regularly(engine), name="report"),
+                ]
+                await self._compute(engine, weights)
+                for helper in helpers:
+                    helper.cancel()
+        finally:
+            if isinstance(engine, ExternalEngine):
+                await asyncio.to_thread(engine.close)
+
+    def _opened(self, model: CausalLM | None) -> tuple[AnyEngine, AnyWeights]:
+        """An engine that has no version yet, and who carries weights over to it. Without a model of this process: another system's server."""
+        name, tokenizer = f"rollout-{self.instance}", load_tokenizer(starting_place(self._config))
+        if model is None:
+            return open_engine(self._config, tokenizer=tokenizer, name=name), FileWeights()
+        engine = engine_of(self._config, model, version=self._policy.version, name=name, tokenizer=tokenizer)
+        return engine, EngineWeights(parameters_of(model), counts=self.carried)
 
     async def _follow_outcomes(self) -> None:
         """A group that ended elsewhere (expired, stale, cancelled) is not worth another token."""
@@ -169,7 +185,7 @@ class RolloutService:
             self._hand.lose(lost)
             self._wake.set()
 
-    async def _pull(self, engine: Engine) -> None:
+    async def _pull(self, engine: AnyEngine) -> None:
         """Keep about one batch waiting behind the running one, so that an engine never idles and never hoards."""
         size = self._config.run.group_size
         while not self._draining:
@@ -201,7 +217,7 @@ class RolloutService:
             await self._settle(group.group)  # a retry may ask only for what is stored already
         self._wake.set()
 
-    async def _compute(self, engine: Engine, weights: EngineWeights) -> None:
+    async def _compute(self, engine: AnyEngine, weights: AnyWeights) -> None:
         async with asyncio.TaskGroup() as tasks:
             while True:
                 await self._let_go(engine)
@@ -222,7 +238,7 @@ class RolloutService:
                 if not (self._hand.ready() or self._hand.orphans() or self._ended or self._policy.behind(engine.version)):
                     await self._wake.wait()
 
-    def _slice(self, engine: Engine) -> tuple[list[Trajectory], Exception | None]:
+    def _slice(self, engine: AnyEngine) -> tuple[list[Trajectory], Exception | None]:
         """Steps for about SLICE_S, in a worker thread: the loop stays free for leases and heads. What finished before a step failed is kept."""
         until, done, size = time.monotonic() + SLICE_S, list[Trajectory](), 0
         try:
@@ -234,7 +250,7 @@ class RolloutService:
             return done, error
         return done, None
 
-    async def _let_go(self, engine: Engine) -> None:
+    async def _let_go(self, engine: AnyEngine) -> None:
         """Stop the groups that ended elsewhere, and those that are no longer ours."""
         for name in list(self._ended):
             self._ended.discard(name)
@@ -244,7 +260,7 @@ class RolloutService:
             engine.cancel(name)
             self._drop(name)
 
-    def _give_up_overdue(self, engine: Engine) -> list[Trajectory]:
+    def _give_up_overdue(self, engine: AnyEngine) -> list[Trajectory]:
         """At a new head v: a group with a token older than v - max_lag can be trained from no head any more. One stale member makes the group
         stale. Before the version is applied, so that nothing is spent on it."""
         head = self._policy.head
@@ -266,7 +282,7 @@ class RolloutService:
         self._newer.set()
         self._wake.set()
 
-    async def _carry(self, engine: Engine, weights: EngineWeights) -> None:
+    async def _carry(self, engine: AnyEngine, weights: AnyWeights) -> None:
         """Make the mirror the newest version and lay ready what the engine lacks of it, while the engine serves the older one. Not before
         the last was applied: until then the mirror is what it is applied from."""
         while True:
@@ -282,7 +298,7 @@ class RolloutService:
             self._ready = staged
             self._prepared.set()
 
-    async def _update(self, engine: Engine, weights: EngineWeights) -> None:
+    async def _update(self, engine: AnyEngine, weights: AnyWeights) -> None:
         """Apply the newest head between two slices, once it lies ready and as the run's policy_update says."""
         if not self._policy.behind(engine.version):
             return
@@ -308,7 +324,7 @@ class RolloutService:
         log.info("policy applied", version=engine.version, active=engine.active, changed=staged.changed,
                  **{name: round(value, 4) for name, value in asdict(seconds).items()})
 
-    def _swap(self, engine: Engine, weights: EngineWeights, staged: Staged) -> None:
+    def _swap(self, engine: AnyEngine, weights: AnyWeights, staged: Staged) -> None:
         """In a worker thread, the engine standing still. What fails midway is made good from the mirror, or the service ends: never a mixture."""
         version, state = self._policy.version, self._policy.state
         if not staged.reload:
@@ -321,7 +337,7 @@ class RolloutService:
         self.carried.reloads += 1
         engine.load(version, from_host(state))
 
-    async def _begin(self, engine: Engine) -> None:
+    async def _begin(self, engine: AnyEngine) -> None:
         """Only between two slices, and only with the newest head applied: a head that came during a slice or an update would
         otherwise be missed, and an engine that drains would never be empty."""
         if self._policy.behind(engine.version):
@@ -339,7 +355,7 @@ class RolloutService:
                 await self._raise_infrastructure(engine, error)
                 await self._failed(name, self._quarantine.blame(name), error)
 
-    async def _recover(self, engine: Engine, error: Exception) -> None:
+    async def _recover(self, engine: AnyEngine, error: Exception) -> None:
         """After a failed step: the engine starts again with the groups it had, one by one, until the one to blame is known."""
         engine.forget()
         suspects = self._hand.recall()
@@ -348,7 +364,7 @@ class RolloutService:
         condemned = self._quarantine.failed(suspects)
         await self._failed(suspects[0] if len(suspects) == 1 else None, condemned is not None, error)
 
-    async def _raise_infrastructure(self, engine: Engine, error: Exception) -> None:
+    async def _raise_infrastructure(self, engine: AnyEngine, error: Exception) -> None:
         """What the machine did ends the service with its cause; its groups are given back and it is started again."""
         if is_infrastructure(error):
             self.counts.infrastructure_failures += 1
@@ -444,13 +460,13 @@ class RolloutService:
                 log.warning("group not given back", subject=delivery.subject, cause=str(error))
         self._arriving, self._hand = [], Hand()
 
-    async def _report_regularly(self, engine: Engine) -> None:
+    async def _report_regularly(self, engine: AnyEngine) -> None:
         self._reported = (engine.tokens_sampled, time.monotonic())
         while True:
             await asyncio.sleep(REPORT_S)
             await self._report(engine)
 
-    async def _report(self, engine: Engine) -> None:
+    async def _report(self, engine: AnyEngine) -> None:
         (before, at), now = self._reported, time.monotonic()
         self._reported = (engine.tokens_sampled, now)
         await self._reporter.report({
