@@ -15,7 +15,7 @@ from driftline.kernels.mla_decode import mla_decode
 from driftline.kernels.mla_prefill import mla_prefill
 from driftline.kernels.mode import deterministic
 from driftline.models.latent_attention import LONGEST_WINDOW, Heads
-from driftline.models.paged.places import Places
+from driftline.models.paged.places import Places, View
 
 __all__ = ["attend_latents"]
 
@@ -34,8 +34,14 @@ def attend_latents(q: torch.Tensor, pages: torch.Tensor, heads: Heads, places: P
     kernels = _run_kernels(q, pages)
     if kernels and places.packed is not None and places.steps > LONGEST_WINDOW and heads.uniform and not deterministic():
         return _written_out(q, pages, heads, places)
-    query = _queries(q, heads)
-    o = (_by_pages if kernels and _fits(heads.rank, pages.shape[2]) else _by_rows)(query, pages, heads, places)
+    query, form = _queries(q, heads), _by_pages if kernels and _fits(heads.rank, pages.shape[2]) else _by_rows
+    if places.packed is None:
+        o = form(query, pages, heads, places.view)
+    else:
+        o = query.new_empty(1, *query.shape[1:3], heads.rank)
+        for view, at, real in places.parts:
+            found = form(query[0].index_select(0, at).view(-1, view.steps, *query.shape[2:]), pages, heads, view)
+            o[0, at[real]] = found.flatten(0, 1)[real]
     if deterministic():
         values = head_linear(o, heads.up[:, heads.nope :])
     else:
@@ -60,32 +66,30 @@ def _queries(q: torch.Tensor, heads: Heads) -> torch.Tensor:
     return torch.cat([latent, q[..., heads.nope :]], dim=-1)
 
 
-def _by_pages(query: torch.Tensor, pages: torch.Tensor, heads: Heads, places: Places) -> torch.Tensor:
-    query = places.ending(query)
+def _by_pages(query: torch.Tensor, pages: torch.Tensor, heads: Heads, view: View) -> torch.Tensor:
     batch, steps, count, _ = query.shape
     out_dtype = query.dtype if deterministic() else torch.promote_types(query.dtype, torch.float32)
-    window = max(1, min(WORKSPACE // (4 * batch * count * heads.rank * -(-places.width // 2048)), PAIRS // (batch * count), steps))
+    window = max(1, min(WORKSPACE // (4 * batch * count * heads.rank * -(-view.width // 2048)), PAIRS // (batch * count), steps))
     parts = []
     for start in range(0, steps, window):
         stop = min(start + window, steps)
         # Never more than a row has: what lies behind may be NaN, and the kernel silences it with a weight of zero where a later query is said to see it.
-        lengths = (places.last - (steps - stop)).clamp(min=0).to(torch.int32)
-        parts.append(mla_decode(query[:, start:stop].contiguous(), pages, places.table, lengths, latent=heads.rank, scale=heads.scale, max_length=places.width,
+        lengths = (view.last - (steps - stop)).clamp(min=0).to(torch.int32)
+        parts.append(mla_decode(query[:, start:stop].contiguous(), pages, view.table, lengths, latent=heads.rank, scale=heads.scale, max_length=view.width,
                                 out_dtype=out_dtype).to(query.dtype))
-    return places.ended(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
-def _by_rows(query: torch.Tensor, pages: torch.Tensor, heads: Heads, places: Places) -> torch.Tensor:
-    query = places.beside(query)
+def _by_rows(query: torch.Tensor, pages: torch.Tensor, heads: Heads, view: View) -> torch.Tensor:
     batch, steps, count, width = query.shape
-    rows = pages.view(-1, width).index_select(0, places.rows.flatten()).view(batch, -1, width)
+    rows = pages.view(-1, width).index_select(0, view.rows.flatten()).view(batch, -1, width)
     if deterministic():
-        o = attention_batch(query.reshape(batch, steps * count, width), rows, rows[..., : heads.rank], places.seen.repeat_interleave(count, 1), heads.scale)
-        return places.behind(o.to(query.dtype).view(batch, steps, count, -1))
+        o = attention_batch(query.reshape(batch, steps * count, width), rows, rows[..., : heads.rank], view.seen.repeat_interleave(count, 1), heads.scale)
+        return o.to(query.dtype).view(batch, steps, count, -1)
     score = (query.reshape(batch, steps * count, width) @ rows.mT).view(batch, steps, count, -1) * heads.scale
-    score = score.to(torch.promote_types(score.dtype, torch.float32)).masked_fill_(places.hidden[:, :, None], -torch.inf)
+    score = score.to(torch.promote_types(score.dtype, torch.float32)).masked_fill_(view.hidden[:, :, None], -torch.inf)
     p = torch.softmax(score, dim=-1).to(query.dtype)
-    return places.behind((p.view(batch, steps * count, -1) @ rows[..., : heads.rank]).view(batch, steps, count, -1))
+    return (p.view(batch, steps * count, -1) @ rows[..., : heads.rank]).view(batch, steps, count, -1)
 
 
 def _written_out(q: torch.Tensor, pages: torch.Tensor, heads: Heads, places: Places) -> torch.Tensor:
