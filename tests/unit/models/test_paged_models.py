@@ -15,7 +15,9 @@ from driftline.kernels.mode import Numerics
 from driftline.models.causal_lm import CausalLM
 from driftline.models.dense.config import Architecture, DenseConfig
 from driftline.models.dense.decoder import DenseForCausalLM
+from driftline.models.packed import Packed
 from driftline.models.paged import grouped, latent
+from driftline.models.paged.places import Places
 from driftline.models.paged.states import KdaStates
 
 torch.set_num_threads(1)
@@ -221,3 +223,17 @@ def test_a_prefill_of_many_queries_is_scored_a_few_at_a_time(monkeypatch: pytest
     run = _in_one(model("k3", torch.float64), rows := rows_of((70, 12, 131, 44)))
     for found, wanted in zip(run.found(), whole(run.model, rows)[0], strict=True):
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-11)
+
+
+def test_one_long_prompt_pads_no_short_ones() -> None:
+    lengths = (1000, 1, 3, 2, 700, 1, 64)
+    packed = Packed.of(lengths, "cpu")
+    zeros = torch.zeros(len(lengths), dtype=torch.int32)
+    places = Places.of_pack(torch.zeros(len(lengths), 16, dtype=torch.int32), zeros, [0] * len(lengths), zeros, packed, 1)
+    assert sum(len(part.at) for part in places.parts) < 2 * sum(lengths)
+    tokens = torch.cat([part.at[part.real] for part in places.parts])
+    assert sorted(tokens.tolist()) == list(range(sum(lengths)))
+    for view, at, real in places.parts:
+        newest = at.view(-1, view.steps)[:, -1]
+        assert torch.equal(packed.offset[newest] + 1, view.last)
+        assert torch.equal(view.seen.flatten()[real], packed.offset[at[real]] + 1)
