@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from array import array
-
 import numpy as np
 import pytest
 import torch
 from engine_cases import completion, finish_all, group, policy, recomputed, weights
-from hypothesis import given
-from hypothesis import strategies as st
 
 from driftline.kernels.mode import Numerics, using
 from driftline.messages.types import Group, Trajectory
 from driftline.models.model import K3ForCausalLM
-from driftline.services.rollout import engine as engine_module
-from driftline.services.rollout.engine import Engine
-from driftline.services.rollout.prompt_prefix import common_beginning
+from driftline.models.state import load_state
+from driftline.services.rollout.engine import Engine, EngineMemory
 
-HEAD = "all of these questions begin alike, "
+HEAD = "all of these questions begin alike, for more than a page of tokens: "
+PAGE = 64
 
 
 def groups(count: int = 4, *, start: int = 0, members: int = 3) -> list[Group]:
@@ -26,12 +22,12 @@ def groups(count: int = 4, *, start: int = 0, members: int = 3) -> list[Group]:
 
 
 def run(asked: list[Group], *, share: bool, dtype: torch.dtype = torch.float32, at_once: bool = True) -> tuple[dict[tuple[str, int], Trajectory], Engine]:
-    engine = Engine(policy(dtype=dtype), version=0, max_batch=64 if at_once else 3, record_routes=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_module, "SHARED_PREFIX", 8 if share else 10**6)
-        for one in asked:
-            engine.submit(one)
-        return finish_all(engine), engine
+    engine = Engine(policy(dtype=dtype), version=0, max_batch=64 if at_once else 3, record_routes=True, memory=EngineMemory(prefix_cache=share))
+    for one in asked:
+        engine.submit(one)
+    done = finish_all(engine)
+    engine.cache.check()
+    return done, engine
 
 
 @pytest.mark.parametrize("at_once", [True, False])
@@ -39,11 +35,10 @@ def test_prompts_with_a_common_beginning_compute_it_once(at_once: bool) -> None:
     asked = groups()
     plain, whole = run(asked, share=False, at_once=at_once)
     shared, engine = run(asked, share=True, at_once=at_once)
-    head = len(f"{HEAD}") + 1
     lengths = [t.prompt_tokens for (_, member), t in plain.items() if member == 0]
     assert whole.prompt_tokens == sum(lengths)
     # One at a time, the second prompt finds out what it shares with the first.
-    assert engine.prompt_tokens == sum(lengths) - (len(lengths) - (1 if at_once else 2)) * head
+    assert engine.prompt_tokens == sum(lengths) - (len(lengths) - (1 if at_once else 2)) * PAGE
     for key, trajectory in plain.items():
         assert np.array_equal(trajectory.tokens[: trajectory.prompt_tokens], shared[key].tokens[: trajectory.prompt_tokens])
 
@@ -72,9 +67,8 @@ def test_in_deterministic_mode_it_is_the_same_to_the_bit() -> None:
             assert np.array_equal(trajectory.logprobs, other[key].logprobs)
 
 
-def test_a_beginning_is_of_one_version(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_beginning_is_of_one_version() -> None:
     """A prefix of older weights under a new version's prompts would be a policy that never was."""
-    monkeypatch.setattr(engine_module, "SHARED_PREFIX", 8)
     engine = Engine(policy(0, dtype=torch.float64), version=0)
     for one in groups(2):
         engine.submit(one)
@@ -97,21 +91,11 @@ def test_a_beginning_is_of_one_version(monkeypatch: pytest.MonkeyPatch) -> None:
             np.testing.assert_allclose(got[key].logprobs, want[key].logprobs, atol=1e-6)
 
 
-@given(st.lists(st.lists(st.integers(0, 2), max_size=6), min_size=1, max_size=5))
-def test_the_common_beginning_is_the_longest(prompts: list[list[int]]) -> None:
-    found = common_beginning([array("i", prompt) for prompt in prompts]).tolist()
-    assert all(prompt[: len(found)] == found for prompt in prompts)
-    assert any(len(prompt) == len(found) for prompt in prompts) or len({prompt[len(found)] for prompt in prompts}) > 1
-
-
 def _copy(engine: Engine, state: dict[str, torch.Tensor]) -> None:
-    from driftline.models.state import load_state
-
     load_state(engine.model, state)
 
 
-def test_rows_that_are_recomputed_share_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "SHARED_PREFIX", 8)
+def test_rows_that_are_recomputed_share_it_too() -> None:
     asked = groups(3)
     engine = Engine(policy(0, dtype=torch.float64), version=0)
     for one in asked:
@@ -120,8 +104,8 @@ def test_rows_that_are_recomputed_share_it_too(monkeypatch: pytest.MonkeyPatch) 
     engine.step()
     before = engine.prompt_tokens
     engine.load(1, {name: tensor.double() for name, tensor in weights(1).items()}, recompute=True)
-    head, lengths = len(HEAD) + 1, [len(engine.tokenizer.encode_prompt(one.task.prompt)) for one in asked for _ in range(one.members)]
-    assert engine.prompt_tokens - before < sum(lengths) - (len(lengths) - 2) * head, "nine histories, one beginning"
+    lengths = [len(engine.tokenizer.encode_prompt(one.task.prompt)) for one in asked for _ in range(one.members)]
+    assert engine.prompt_tokens - before < sum(lengths) - (len(lengths) - 2) * PAGE, "nine histories, one beginning"
     for trajectory in finish_all(engine).values():
         assert isinstance(engine.model, K3ForCausalLM)
         newer = trajectory.versions[trajectory.action_mask] == 1
@@ -129,13 +113,16 @@ def test_rows_that_are_recomputed_share_it_too(monkeypatch: pytest.MonkeyPatch) 
         assert newer.any()
 
 
-def test_a_prompt_that_is_all_prefix_keeps_its_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "SHARED_PREFIX", 8)
-    same = [group(i, prompt=HEAD, members=2) for i in range(3)]
+@pytest.mark.parametrize("tokens", [PAGE, 2 * PAGE, 2 * PAGE + 1])
+def test_a_prompt_that_is_all_cached_computes_its_last_token(tokens: int) -> None:
+    """What it shares with itself is everything but the token that the first draw goes behind, in whole pages."""
+    same = [group(i, prompt="x" * (tokens - 2), members=2) for i in range(3)]
     engine = Engine(policy(dtype=torch.float64), version=0)
     for one in same:
         engine.submit(one)
     got = finish_all(engine)
-    assert engine.prompt_tokens == len(HEAD) + 1 + 3, "bos and the text once, the last token of each"
+    length = next(iter(got.values())).prompt_tokens
+    assert length == tokens
+    assert engine.prompt_tokens == 3 * length - 2 * ((length - 1) // PAGE * PAGE)
     for trajectory in got.values():
         np.testing.assert_allclose(recomputed(policy(dtype=torch.float64), trajectory), trajectory.logprobs[trajectory.action_mask], atol=1e-6)

@@ -10,14 +10,13 @@ import torch
 from engine_cases import completion, finish_all, group, policy
 
 from driftline.messages.types import Trajectory
-from driftline.models.causal_lm import ModelOutput
 from driftline.models.state import export_state
-from driftline.services.rollout import engine as engine_module
-from driftline.services.rollout.engine import Engine
+from driftline.services.rollout.engine import Engine, EngineMemory
+from driftline.services.rollout.runner import DecodeBatch, PrefillBatch, Sampled
 
 
-def engine(seed: int = 0, *, max_batch: int = 64) -> Engine:
-    return Engine(policy(seed, dtype=torch.float64, stops=False), version=0, record_routes=True, max_batch=max_batch)
+def engine(seed: int = 0, *, max_batch: int = 64, memory: EngineMemory | None = None) -> Engine:
+    return Engine(policy(seed, dtype=torch.float64, stops=False), version=0, record_routes=True, max_batch=max_batch, memory=memory)
 
 
 def routes_of(t: Trajectory) -> np.ndarray:
@@ -27,15 +26,24 @@ def routes_of(t: Trajectory) -> np.ndarray:
 
 @pytest.fixture
 def fed() -> list[tuple[int, np.ndarray]]:
-    """(columns of the pass, routes [B, T, layers, k]) of every forward of the engine under test, in order."""
+    """(columns of the pass, routes [B, T, layers, k]) of every pass of the engine under test, in order."""
     return []
 
 
 def watched(under_test: Engine, fed: list[tuple[int, np.ndarray]]) -> Engine:
-    def see(_module: object, _inputs: object, out: ModelOutput) -> None:
-        fed.append((out.routes.shape[1], out.routes.numpy().astype(np.int16)))
+    prefill, decode = under_test.runner.prefill, under_test.runner.decode
 
-    under_test.model.register_forward_hook(see)
+    def prefilled(batch: PrefillBatch) -> Sampled:
+        out = prefill(batch)
+        fed.append((batch.tokens.size, out.routes[None]))
+        return out
+
+    def decoded(batch: DecodeBatch) -> Sampled:
+        out = decode(batch)
+        fed.append((1, out.routes))
+        return out
+
+    under_test.runner.prefill, under_test.runner.decode = prefilled, decoded  # type: ignore[method-assign]
     return under_test
 
 
@@ -55,19 +63,18 @@ def test_a_shared_prefix_has_the_routes_of_one_computed_alone() -> None:
             assert len(np.unique(routes_of(hit)[:-1, layer])) > 1
 
 
-def test_a_beginning_that_prompts_have_in_common_has_its_routes_in_each_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_beginning_that_prompts_have_in_common_has_its_routes_in_each_of_them() -> None:
     """Computed once and hit by every later prompt; the table is that of prompts computed whole."""
     start = "the same long beginning of every prompt, as a template or solved examples make it: "
     asked = [group(i, members=2, prompt=start + end) for i, end in enumerate(("one", "another one", "two"))]
     tables = []
-    for least in (engine_module.SHARED_PREFIX, 10_000):
-        monkeypatch.setattr(engine_module, "SHARED_PREFIX", least)
-        one = engine(max_batch=4)
+    for cached in (True, False):
+        one = engine(max_batch=4, memory=EngineMemory(prefix_cache=cached))
         for item in asked:
             one.submit(item)
         done = finish_all(one)
         tables.append({key: routes_of(t) for key, t in done.items()})
-        assert (one._prefix is not None) == (least < 10_000), "the beginning is shared, and with a bound out of reach it is not"
+        assert (one.cache.stats.hit_tokens > 0) == cached, "the beginning is shared, and without a cache it is not"
         assert all(len(routes_of(t)) == len(t.tokens) for t in done.values())
     hits, whole = tables
     assert all(np.array_equal(hits[key], whole[key]) for key in whole)
