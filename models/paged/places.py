@@ -80,7 +80,7 @@ class Part(NamedTuple):
 @dataclass(frozen=True)
 class Places:
     """table int32 [B, P], wide enough for every position; held int32 [B]: tokens of each row that are there already; slots int32 [B] and accepted int32 [B] or None,
-    as `decode` is given them; steps: T, of packed sequences the longest's; blank, width: as in `View`; packed, totals: of a prefill, its sequences and each one's
+    as `decode` is given them; steps: T, of packed sequences the longest's; blank, width: as in `View`; idle: the slot behind a pool's last; packed, totals: of a prefill, its sequences and each one's
     tokens with the new ones."""
 
     table: torch.Tensor
@@ -89,30 +89,34 @@ class Places:
     steps: int
     blank: int
     width: int
+    idle: int
     accepted: torch.Tensor | None = None
     packed: Packed | None = None
     totals: tuple[int, ...] = ()
 
     @classmethod
     def of_rows(
-        cls, tables: torch.Tensor, lengths: torch.Tensor, slots: torch.Tensor, steps: int, accepted: torch.Tensor | None, blank: int, longest: int | None
+        cls, tables: torch.Tensor, lengths: torch.Tensor, slots: torch.Tensor, steps: int, accepted: torch.Tensor | None, blank: int, idle: int,
+        longest: int | None,
     ) -> Places:
         """Of B rows with `steps` new tokens each, none of which comes to more than `longest`. Nothing is read on the host."""
         # A window may reach past the table: what it computes there is nobody's, and neither is the page that takes it.
         table = pad(tables, (0, 1)) if steps > 1 else tables
         room = table.shape[1] * PAGE
-        return cls(table, lengths, slots, steps, blank, room if longest is None else min(room, longest), accepted)
+        return cls(table, lengths, slots, steps, blank, room if longest is None else min(room, longest), idle, accepted)
 
     @classmethod
-    def of_pack(cls, tables: torch.Tensor, context: torch.Tensor, contexts: Sequence[int], slots: torch.Tensor, packed: Packed, blank: int) -> Places:
+    def of_pack(
+        cls, tables: torch.Tensor, context: torch.Tensor, contexts: Sequence[int], slots: torch.Tensor, packed: Packed, blank: int, idle: int
+    ) -> Places:
         """Of packed sequences, each behind its context."""
         totals = tuple(before + new for before, new in zip(contexts, packed.lengths, strict=True))
-        return cls(tables[:, : -(-max(totals) // PAGE)].contiguous(), context, slots, packed.longest, blank, max(totals), None, packed, totals)
+        return cls(tables[:, : -(-max(totals) // PAGE)].contiguous(), context, slots, packed.longest, blank, max(totals), idle, None, packed, totals)
 
     @cached_property
     def slot(self) -> torch.Tensor:
-        """int64 [B]: the slots; -1 is the last place of a pool's states, which is nobody's."""
-        return self.slots.long()
+        """int64 [B]: the slots, and `idle`, which is nobody's, for padding rows."""
+        return self.slots.long().masked_fill(self.slots < 0, self.idle)
 
     @cached_property
     def positions(self) -> torch.Tensor:

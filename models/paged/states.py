@@ -57,11 +57,11 @@ class KdaStates:
         """Bring the states of `slots` up to date with what was accepted of their windows."""
         if self.window is None:
             return
-        slot, count = slots.long(), accepted.clamp(0, self.window.capacity).long()
+        slot, count = slots.long().masked_fill(slots < 0, len(self.state) - 1), accepted.clamp(0, self.window.capacity).long()
         if self.kernels(self.window.k):
             fold(*decay.of(self.state.dtype), self.state, slots, self.window, accepted, lower_bound=decay.lower_bound)
         else:
-            self.state[slot] = self.folded(slot, count, decay)
+            self.state.index_copy_(0, slot, self.folded(slot, count, decay))
         self.history[slot, : self.carried] = self.tail(slot, count)
 
     def tail(self, slot: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
@@ -74,7 +74,7 @@ class KdaStates:
         out = torch.arange(self.window.capacity, device=slot.device) >= count[:, None]
         k, v = (held[slot].masked_fill(out[..., None, None], 0) for held in (self.window.k, self.window.v))
         z, beta = self.window.z[slot].masked_fill(out[..., None, None], PADDING), self.window.beta[slot].masked_fill(out[..., None], PADDING)
-        _, state = kda(k, k, v, z, beta, decay.a_log, decay.dt_bias, lower_bound=decay.lower_bound, initial_state=self.state[slot])
+        _, state = kda(k, k, v, z, beta, decay.a_log, decay.dt_bias, lower_bound=decay.lower_bound, initial_state=self.state.index_select(0, slot))
         return state
 
 
@@ -98,11 +98,11 @@ class PagedKda:
     def _prefilled(self, raw: torch.Tensor, weight: torch.Tensor, z: torch.Tensor, beta: torch.Tensor, decay: Decay) -> torch.Tensor:
         pool, slot, packed = self.pool, self.places.slot, self.places.packed
         assert packed is not None
-        mixed, tail = convolve_packed(raw, weight, pool.history[slot, : pool.carried], packed)
+        mixed, tail = convolve_packed(raw, weight, pool.history[:, : pool.carried].index_select(0, slot), packed)
         q, k, v = self._heads(mixed)
-        o, state = kda(q, k, v, z, beta, decay.a_log, decay.dt_bias, lower_bound=decay.lower_bound, initial_state=pool.state[slot], cu_seqlens=packed.bounds32)
-        pool.history[slot, : pool.carried] = tail
-        pool.state[slot] = state
+        o, state = kda(q, k, v, z, beta, decay.a_log, decay.dt_bias, lower_bound=decay.lower_bound, initial_state=pool.state.index_select(0, slot), cu_seqlens=packed.bounds32)
+        pool.history[:, : pool.carried].index_copy_(0, slot, tail)
+        pool.state.index_copy_(0, slot, state)
         return o
 
     def _by_kernels(self, raw: torch.Tensor, weight: torch.Tensor, z: torch.Tensor, beta: torch.Tensor, decay: Decay, verify: bool) -> torch.Tensor:
@@ -125,11 +125,11 @@ class PagedKda:
     def _by_operators(self, raw: torch.Tensor, weight: torch.Tensor, z: torch.Tensor, beta: torch.Tensor, decay: Decay, verify: bool) -> torch.Tensor:
         pool, slot = self.pool, self.places.slot
         if not verify:
-            mixed, tail = short_conv(raw, weight, pool.history[slot, : pool.carried])
+            mixed, tail = short_conv(raw, weight, pool.history[:, : pool.carried].index_select(0, slot))
             q, k, v = self._heads(mixed)
-            o, state = kda(q, k, v, z, beta, decay.a_log, decay.dt_bias, lower_bound=decay.lower_bound, initial_state=pool.state[slot])
-            pool.history[slot, : pool.carried] = tail
-            pool.state[slot] = state
+            o, state = kda(q, k, v, z, beta, decay.a_log, decay.dt_bias, lower_bound=decay.lower_bound, initial_state=pool.state.index_select(0, slot))
+            pool.history[:, : pool.carried].index_copy_(0, slot, tail)
+            pool.state.index_copy_(0, slot, state)
             return o
         window, accepted, steps = pool.window, self.places.accepted, raw.shape[1]
         assert window is not None
@@ -138,7 +138,7 @@ class PagedKda:
         tail, state = pool.tail(slot, count), pool.folded(slot, count, decay)
         q, k, v = self._heads(short_conv(raw, weight, tail)[0])
         o, _ = kda(q, k, v, z, beta, decay.a_log, decay.dt_bias, lower_bound=decay.lower_bound, initial_state=state)
-        pool.state[slot] = state
+        pool.state.index_copy_(0, slot, state)
         pool.history[slot, : pool.carried + steps] = torch.cat([tail, raw], dim=1)
         for held, new in ((window.k, k), (window.v, v), (window.z, z), (window.beta, beta)):
             held[slot, :steps] = new

@@ -44,7 +44,7 @@ def prefill(
     if tuple(tokens.shape) != (packed.tokens,) or min(packed.lengths) < 1 or len(contexts) != count:
         raise ValueError(f"tokens is {tuple(tokens.shape)} and contexts has {len(contexts)} numbers for {count} sequences of {packed.lengths} tokens; "
                          f"give [{packed.tokens}], a context for each, and no sequence without a token")
-    places = Places.of_pack(tables, context, contexts, slots, packed, pool.pages)
+    places = Places.of_pack(tables, context, contexts, slots, packed, pool.pages, pool.slots)
     room = min(tables.shape[1] * pool.page, pool.positions)
     if max(places.totals) > room:
         raise ValueError(f"a sequence comes to {max(places.totals)} tokens and there is room for {room} (tables has {tables.shape[1]} pages a row); "
@@ -76,7 +76,7 @@ def decode(
         raise ValueError(f"tokens has {steps} a row; {'without accepted a step has one' if accepted is None else f'the pool scores 1 to {most} at once'}")
     if accepted is not None and (accepted.dtype != torch.int32 or tuple(accepted.shape) != (batch,)):
         raise ValueError(f"accepted is {accepted.dtype} {tuple(accepted.shape)}; give int32 [{batch}]")
-    return PagedOutput(*_through(model, pool, tokens, Places.of_rows(tables, lengths, slots, steps, accepted, pool.pages, longest)))
+    return PagedOutput(*_through(model, pool, tokens, Places.of_rows(tables, lengths, slots, steps, accepted, pool.pages, pool.slots, longest)))
 
 
 def _through(model: CausalLM, pool: Pool, tokens: torch.Tensor, places: Places) -> tuple[torch.Tensor, torch.Tensor]:

@@ -229,7 +229,7 @@ def test_one_long_prompt_pads_no_short_ones() -> None:
     lengths = (1000, 1, 3, 2, 700, 1, 64)
     packed = Packed.of(lengths, "cpu")
     zeros = torch.zeros(len(lengths), dtype=torch.int32)
-    places = Places.of_pack(torch.zeros(len(lengths), 16, dtype=torch.int32), zeros, [0] * len(lengths), zeros, packed, 1)
+    places = Places.of_pack(torch.zeros(len(lengths), 16, dtype=torch.int32), zeros, [0] * len(lengths), zeros, packed, 1, 1)
     assert sum(len(part.at) for part in places.parts) < 2 * sum(lengths)
     tokens = torch.cat([part.at[part.real] for part in places.parts])
     assert sorted(tokens.tolist()) == list(range(sum(lengths)))
