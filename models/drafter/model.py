@@ -72,7 +72,8 @@ class Drafter(nn.Module):
     def queries(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """x [..., 2 D], positions [...]: [..., H, D], turned and scaled."""
         q = turned(self.q_proj(x).unflatten(-1, (-1, self.config.head_dim)), positions, self.config.rope_theta)
-        return q * self.config.head_dim**-0.5
+        scaled: torch.Tensor = q * self.config.head_dim**-0.5
+        return scaled
 
     def keys(self, x: torch.Tensor, positions: torch.Tensor) -> Keys:
         """Of the same rows: [..., Hkv, D]."""

@@ -104,20 +104,19 @@ def _attended(drafter: Drafter, q: torch.Tensor, held: Keys, seen: torch.Tensor,
 
 def losses(drafter: Drafter, model: CausalLM, seen: Observed, steps: int) -> list[torch.Tensor]:
     """Of each place of the chain, the mean cross-entropy to the target's distribution over the judged positions; tokens that cannot be drafted weigh nothing."""
+    rows, places = seen.judged.nonzero(as_tuple=True)
     with torch.no_grad():
         embedded = embedding(model)(seen.tokens[:, 1:])
+        temperatures = seen.temperatures[rows, None]
+        wanted = (model.logits(seen.hidden[rows, places + 1]) / temperatures).softmax(-1)[:, drafter.drafted]
     out = []
     for k, after in enumerate(unrolled(drafter, seen.features, embedded, steps)):
-        rows, places = seen.judged[:, k:].nonzero(as_tuple=True)
-        places = places + k
-        if not rows.numel():
+        begun = (places >= k).nonzero().squeeze(1)  # a chain of k + 1 drafts ends there
+        if not begun.numel():
             out.append(after.sum() * 0.0)
             continue
-        with torch.no_grad():
-            scores = model.logits(seen.hidden[rows, places + 1]) / seen.temperatures[rows, None]
-            wanted = scores.softmax(-1)[:, drafter.drafted]
-        guess = torch.log_softmax(drafter.logits(after[rows, places]) / seen.temperatures[rows, None], -1)
-        out.append(-(wanted * guess).sum(-1).mean())
+        guess = torch.log_softmax(drafter.logits(after[rows[begun], places[begun]]) / temperatures[begun], -1)
+        out.append(-(wanted[begun] * guess).sum(-1).mean())
     return out
 
 

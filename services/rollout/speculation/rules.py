@@ -46,14 +46,16 @@ def stream(keys: torch.Tensor, purpose: Purpose) -> torch.Tensor:
 
 def streams(keys: np.ndarray, purpose: Purpose) -> np.ndarray:
     """`stream` of uint64 on the host."""
-    return keys ^ np.uint64(int(purpose))
+    other: np.ndarray = keys ^ np.uint64(int(purpose))
+    return other
 
 
 def agreeing(drafts: np.ndarray, counts: np.ndarray, chosen: np.ndarray) -> np.ndarray:
     """MATCH on the host: how many of each row's drafts (int64 [B, L], the first `counts` [B]) are the tokens chosen at their positions (int64 [B, >= L])."""
     length = drafts.shape[1]
     same = (drafts == chosen[:, :length]) & (np.arange(length) < counts[:, None])
-    return np.logical_and.accumulate(same, axis=1).sum(1).astype(np.int32)
+    stands: np.ndarray = np.logical_and.accumulate(same, axis=1).sum(1).astype(np.int32)
+    return stands
 
 
 def matching(drafts: torch.Tensor, counts: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ from driftline.services.config import Config
 from driftline.services.replay.reader import Recording
 from driftline.services.rollout.engine import Engine
 from driftline.services.rollout.randomness import member_key
+from driftline.services.rollout.runner import runner_for
 
 __all__ = ["Grouped", "recorded", "self_sampled", "text_of"]
 
@@ -51,7 +52,7 @@ def self_sampled(config: Config, model: CausalLM, tokenizer: Tokenizer, *, first
     mixture = [MixturePart(part.family, part.params, part.weight, part.source) for part in tasks.mixture]
     source = load_source(tasks.source, tasks.family, tasks.params, mixture=mixture, heldout_seed=tasks.heldout_seed, few_shot=tasks.few_shot)
     sampling = Sampling(temperature=config.sampling.temperature, max_tokens=max_tokens or config.sampling.max_tokens)
-    engine = Engine(model, version=0, max_batch=config.rollout.max_batch, tokenizer=tokenizer)
+    engine = Engine(model, version=0, max_batch=config.rollout.max_batch, tokenizer=tokenizer, runner=runner_for)
     seed, done = config.run.seed, list[Trajectory]()
     for index in range(first, first + groups):
         engine.submit(Group(run="drafter", group=f"g{index}", index=index, task=source.task(index, seed), members=members, sampling=sampling, seed=seed))
