@@ -11,6 +11,7 @@ import torch
 from driftline.kernels.dispatch import runs_triton
 from driftline.kernels.fixed.attention import attention_batch
 from driftline.kernels.gqa import attention
+from driftline.kernels.gqa.layout import Sizes
 from driftline.kernels.mode import deterministic
 from driftline.models.paged.places import Places, View
 
@@ -25,7 +26,13 @@ def attend_grouped(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sc
 
 
 def _run_kernels(q: torch.Tensor, keys: torch.Tensor) -> bool:
-    return runs_triton(q, keys)
+    """Whether the operator has kernels for these: its reference would take the rows of a step one by one, and look at their lengths."""
+    if not runs_triton(q, keys):
+        return False
+    from driftline.kernels.gqa import triton_forward
+
+    sizes = Sizes(q.shape[0] * q.shape[1], keys.shape[0] * keys.shape[1], q.shape[2], keys.shape[2], q.shape[3], keys.shape[3])
+    return triton_forward.takes(sizes, q.dtype)
 
 
 def _beside(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, view: View) -> torch.Tensor:

@@ -82,6 +82,20 @@ def test_deterministic_mode_is_a_forward_to_the_bit(kind: str) -> None:
     assert not all_same(hidden[1:2], whole(model(kind), other)[0][1:2])
 
 
+@pytest.mark.parametrize("mode", list(Numerics))
+def test_a_model_that_the_kernels_do_not_take(mode: Numerics) -> None:
+    """In fp32, with heads of 12: what a CPU computes with."""
+    config = DenseConfig(model_type=Architecture.LLAMA, vocab_size=1024, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4,
+                         num_key_value_heads=2, head_dim=12)
+    for small in (random_model(config, dtype=torch.float32, device="cuda"), random_model(K3, dtype=torch.float32, device="cuda")):
+        with process_in(mode):
+            rows = rows_of(90, 15)
+            hidden = whole(small, rows)[0]
+            for run in (decoded(small, rows), drafted(small, rows)):
+                for found, wanted in zip(run.found(), hidden, strict=True):
+                    torch.testing.assert_close(found, wanted, rtol=0, atol=2e-3)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("window", [1, 3])
 @pytest.mark.parametrize("mode", list(Numerics))
