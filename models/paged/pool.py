@@ -114,7 +114,7 @@ class Pool:
         at = self._index(slots)
         with torch.no_grad():
             for tensor in self._recurrent():
-                tensor[at] = 0
+                tensor.index_fill_(0, at, 0)
 
     @torch.no_grad()
     def clear(self) -> None:
@@ -156,12 +156,12 @@ class Pool:
             return
         source, target = self._index(src), self._index(dst)
         for tensor in tensors:
-            tensor[target] = tensor[source]
+            tensor.index_copy_(0, target, tensor.index_select(0, source))
 
     @torch.no_grad()
     def _taken(self, tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> list[torch.Tensor]:
         at = self._index(numbers)
-        return [tensor[at] for tensor in tensors]
+        return [tensor.index_select(0, at) for tensor in tensors]
 
     @torch.no_grad()
     def _put(self, tensors: Sequence[torch.Tensor], numbers: Sequence[int], given: Sequence[torch.Tensor], non_blocking: bool) -> None:
@@ -172,7 +172,7 @@ class Pool:
                              f"{[(*shape, x.dtype) for shape, x in zip(wanted, tensors, strict=True)][:2]}...: another model or another pool exported them")
         at = self._index(numbers)
         for tensor, new in zip(tensors, given, strict=True):
-            tensor[at] = new.to(self.device, non_blocking=non_blocking)
+            tensor.index_copy_(0, at, new.to(self.device, non_blocking=non_blocking))
 
 
 def _known(model: CausalLM) -> K3ForCausalLM | DenseForCausalLM:

@@ -72,8 +72,9 @@ class KdaStates:
         """[B, H, K, K]: the states after the first `count` tokens of their windows."""
         assert self.window is not None
         out = torch.arange(self.window.capacity, device=slot.device) >= count[:, None]
-        k, v = (held[slot].masked_fill(out[..., None, None], 0) for held in (self.window.k, self.window.v))
-        z, beta = self.window.z[slot].masked_fill(out[..., None, None], PADDING), self.window.beta[slot].masked_fill(out[..., None], PADDING)
+        k, v, z, beta = (held.index_select(0, slot) for held in (self.window.k, self.window.v, self.window.z, self.window.beta))
+        k, v, z = (held.masked_fill_(out[..., None, None], fill) for held, fill in ((k, 0), (v, 0), (z, PADDING)))
+        beta = beta.masked_fill_(out[..., None], PADDING)
         _, state = kda(k, k, v, z, beta, decay.a_log, decay.dt_bias, lower_bound=decay.lower_bound, initial_state=self.state.index_select(0, slot))
         return state
 
