@@ -58,9 +58,12 @@ def plan(model: CausalLM, memory: EngineMemory, *, max_batch: int, window: int =
     if not budget:
         budget = max(least + longest * sizes.page_bytes, _free(device))
         each = longest if device.type == "cuda" else min(longest, HOST_PAGES)
+    told = memory.cache_bytes > 0  # all of it is of use to somebody, then
     if sizes.state_bytes:
-        slots = max(least_slots, min(slots, budget // 2 // sizes.state_bytes))
-    pages = min((budget - slots * sizes.state_bytes) // sizes.page_bytes, 1 + max(useful * each, longest))
+        most = budget // 2 // sizes.state_bytes
+        slots = max(least_slots, most if told else min(slots, most))
+    pages = (budget - slots * sizes.state_bytes) // sizes.page_bytes
+    pages = pages if told else min(pages, 1 + max(useful * each, longest))
     return Plan(int(pages), int(slots), min(positions, int(pages - 1) * PAGE - window))
 
 
