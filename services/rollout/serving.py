@@ -20,6 +20,8 @@ from driftline.models.tokenizers.loading import load_tokenizer
 from driftline.services.rollout.engine import Engine, EngineMemory
 from driftline.services.rollout.local import LocalEngine
 from driftline.services.rollout.runner import runner_for
+from driftline.services.rollout.starting_engine import speculator_of
+from driftline.services.rollout_config import RolloutConfig, Speculation
 
 __all__ = ["Served", "open_local"]
 
@@ -46,6 +48,9 @@ class Served:
     prefix_cache: bool = True
     queue_mb: int = 256
     cuda_graphs: bool = True
+    speculation: Speculation = Speculation.OFF
+    drafter: str = ""
+    draft_tokens: int = 3
 
 
 def open_local(served: Served) -> LocalEngine:
@@ -66,12 +71,13 @@ def open_local(served: Served) -> LocalEngine:
     if name in served.adapters:
         raise ConfigError("the base is called so", field="--adapter", value=name, remedy="give it another name, or the base one with --name")
     slots, bank = _banked(model, served.adapters)
+    drafting = RolloutConfig(speculation=served.speculation, drafter=served.drafter, draft_tokens=served.draft_tokens)
     engine = Engine(
         model, version=0, max_batch=served.max_batch, name=name, tokenizer=tokenizer, prefill_tokens=served.prefill_tokens, queue_bytes=served.queue_mb * MIB,
-        memory=EngineMemory(served.cache_mb * MIB, served.host_cache_mb * MIB, served.prefix_cache), adapters=slots,
-        runner=partial(runner_for, cuda_graphs=served.cuda_graphs, bank=bank),
+        memory=EngineMemory(served.cache_mb * MIB, served.host_cache_mb * MIB, served.prefix_cache), adapters=slots, bank=bank,
+        runner=partial(runner_for, cuda_graphs=served.cuda_graphs), speculator=speculator_of(drafting, model),
     )
-    return LocalEngine(engine, name=name, context=served.context or longest, queue_bytes=served.queue_mb * MIB, adapters=tuple(slots))
+    return LocalEngine(engine, name=name, context=min(served.context or longest, engine.longest), queue_bytes=served.queue_mb * MIB, adapters=tuple(slots))
 
 
 def _banked(model: CausalLM, places: Mapping[str, Path]) -> tuple[dict[str, int], AdapterBank | None]:

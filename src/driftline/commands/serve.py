@@ -26,6 +26,12 @@ class Mode(StrEnum):
     DETERMINISTIC = "deterministic"
 
 
+class Drafts(StrEnum):
+    OFF = "off"
+    NGRAM = "ngram"
+    DRAFTER = "drafter"
+
+
 def register(app: typer.Typer) -> None:
     """Add the command to `app`."""
     app.command("serve")(serve)
@@ -49,17 +55,23 @@ def serve(
     prefix_cache: Annotated[bool, typer.Option("--prefix-cache/--no-prefix-cache", help="Compute no prefix twice.")] = True,
     queue_mb: Annotated[int, typer.Option("--queue-mb", min=1, help="Requests that wait, at most; more are told to come again.")] = 256,
     cuda_graphs: Annotated[bool, typer.Option("--cuda-graphs/--no-cuda-graphs", help="Replay a step of decoding.")] = True,
+    speculation: Annotated[Drafts, typer.Option("--speculation", help="Who drafts tokens; the completions are the same.")] = Drafts.OFF,
+    drafter: Annotated[str, typer.Option("--drafter", metavar="DIR", help="Of `driftline drafter train`.", show_default=False)] = "",
+    draft_tokens: Annotated[int, typer.Option("--draft-tokens", min=1, max=15, help="At a time.")] = 3,
     api_key: Annotated[str, typer.Option("--api-key", envvar=KEY, help="Who asks must send it. Empty: everybody is served.", show_default=False)] = "",
 ) -> None:
     """Serve a model: POST /inference/v1/generate, /v1/completions, /v1/chat/completions; GET /v1/models, /health, /metrics."""
     from driftline.kernels.mode import Numerics
     from driftline.services.rollout.serving import Served, open_local
+    from driftline.services.rollout_config import Speculation
     from driftline.services.runtime import configure_logging
 
+    if (speculation is Drafts.DRAFTER) != bool(drafter):
+        raise ConfigError("a trained drafter and its directory go together", field="--drafter", value=drafter, remedy="--speculation drafter --drafter DIR")
     configure_logging("serve")
     local = open_local(Served(
         place, name, _adapters(adapter or ()), device, dtype, Numerics(numerics.value), threads, context, max_batch, prefill_tokens, cache_mb, host_cache_mb, prefix_cache,
-        queue_mb, cuda_graphs,
+        queue_mb, cuda_graphs, Speculation(speculation.value), drafter, draft_tokens,
     ))
     _listen(local, host, port, api_key)
     if local.failure:

@@ -17,6 +17,7 @@ import torch
 from engine_cases import config, policy
 from gateway_cases import served, until
 
+from driftline.commands.serve import serve
 from driftline.messages.errors import ConfigError
 from driftline.models.checkpoint import save_checkpoint
 from driftline.models.lora.adapter import Adapter, Update
@@ -100,6 +101,8 @@ def test_what_cannot_be_served_is_refused_by_name(place: Path) -> None:
         open_local(Served(str(place), dtype="int8"))
     with pytest.raises(ConfigError, match="--device"):
         open_local(Served(str(place), device="abacus"))
+    with pytest.raises(ConfigError, match="--drafter"):
+        serve(str(place), drafter="somewhere")
     with pytest.raises(ConfigError, match="--adapter"):
         open_local(Served(str(place), adapters={"tiny": place}))
 
@@ -112,7 +115,7 @@ async def test_serve_is_a_process_that_a_signal_ends(place: Path) -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", COMMAND, "serve", str(place), "--port", str(port), "--max-batch", "4", "--name", "mine", stderr=asyncio.subprocess.PIPE,
+        sys.executable, "-c", COMMAND, "serve", str(place), "--port", str(port), "--max-batch", "4", "--name", "mine", "--speculation", "ngram", stderr=asyncio.subprocess.PIPE,
         env={**os.environ, "DRIFTLINE_API_KEY": "secret"})
     assert process.stderr is not None
     try:
