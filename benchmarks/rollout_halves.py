@@ -43,7 +43,7 @@ def _inline_half(device: int, load: Workload, limit_s: float, pipe: Any) -> None
     pipe.send("ready")
     pipe.recv()
     run = drive(engine, load, limit_s=limit_s)
-    pipe.send((run.tokens, run.seconds, run.turns, run.hit_rate))
+    pipe.send((run.tokens_per_s, run.seconds, run.turns, run.hit_rate))
 
 
 def disaggregated(given: Given) -> list[Row]:
@@ -58,9 +58,9 @@ def disaggregated(given: Given) -> list[Row]:
     run, handed, nbytes, refused = _pair(load, second, share)
     where = "2 devices" if second else "one device, shared" if ON_GPU else "one CPU, shared"
     note = f"two processes, {where}; {says(load)}"
-    tokens, seconds = sum(r[0] for r in inline), max(r[1] for r in inline)
+    rate, seconds = sum(r[0] for r in inline), max(r[1] for r in inline)
     return [
-        row("tokens sampled, prompts and decoding apart", run.tokens_per_s, "tokens/s", peer="inline, two engines", peer_value=tokens / seconds,
+        row("tokens sampled, prompts and decoding apart", run.tokens_per_s, "tokens/s", peer="inline, two engines", peer_value=rate,
             note=f"{run.turns} turns in {run.seconds:.1f} s; inline {sum(r[2] for r in inline)} in {seconds:.1f} s; {note}"),
         row("a hand-over", nbytes / max(1, handed) / 2**20, "MiB", note=f"{handed} of them, {refused} refused; all rows, states, routes and who wrote them; of each turn the whole prompt's"),
         row("prompt tokens that were cached where they are computed", 100 * run.hit_rate, "%", peer="inline, two engines", peer_value=100 * inline[0][3]),

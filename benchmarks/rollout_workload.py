@@ -91,7 +91,7 @@ class Answer(NamedTuple):
 
 
 class _Mark(NamedTuple):
-    """After a step: seconds since the start, tokens of finished turns, mean tokens of the histories."""
+    """After a step: seconds since the start, tokens sampled, mean tokens of the histories."""
 
     seconds: float
     tokens: int
@@ -100,10 +100,12 @@ class _Mark(NamedTuple):
 
 @dataclass
 class Run:
-    """What came of it. `whole`: every turn was done before the time was over. active: rows that ran in each step, where an engine says so."""
+    """What came of it. `whole`: every turn was done before the time was over. tokens: of turns that were; sampled: all, where the engine counts them. active:
+    rows that ran in each step, where it says so."""
 
     seconds: float = 0.0
     tokens: int = 0
+    sampled: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     turns: int = 0
@@ -116,7 +118,7 @@ class Run:
 
     @property
     def tokens_per_s(self) -> float:
-        return self.tokens / self.seconds if self.seconds else 0.0
+        return self.sampled / self.seconds if self.seconds else 0.0
 
     @property
     def hit_rate(self) -> float:
@@ -125,7 +127,7 @@ class Run:
     def by_length(self, parts: int = 5) -> list[tuple[float, float]]:
         """(mean history, tokens a second) of as many equal parts of the run's tokens."""
         rates: list[tuple[float, float]] = []
-        edges = np.linspace(0, self.tokens, parts + 1)
+        edges = np.linspace(0, self.marks[-1].tokens if self.marks else 0, parts + 1)
         begin = _Mark(0.0, 0, self.marks[0].length if self.marks else 0.0)
         for edge in edges[1:]:
             end = next((mark for mark in self.marks if mark.tokens >= edge), None)
@@ -174,6 +176,7 @@ def drive(sampler: Sampler, load: Workload, *, limit_s: float, keep: bool = Fals
         trajectories[index].history = after_branch[elder] + text
         return True
 
+    before = getattr(sampler, "tokens_sampled", 0)
     began = time.perf_counter()
     for index in range(load.trajectories):
         ask(index)
@@ -211,7 +214,8 @@ def drive(sampler: Sampler, load: Workload, *, limit_s: float, keep: bool = Fals
             total += len(said) + len(text)
             if trajectory.turn < load.turns:
                 heapq.heappush(tools, (steps + wait, index))
-        run.marks.append(_Mark(time.perf_counter() - began, run.tokens, total / len(trajectories)))
+        run.sampled = getattr(sampler, "tokens_sampled", run.tokens + before) - before
+        run.marks.append(_Mark(time.perf_counter() - began, run.sampled, total / len(trajectories)))
     run.seconds = time.perf_counter() - began
     run.whole = run.turns == load.trajectories * load.turns
     return run
