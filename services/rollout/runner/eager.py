@@ -115,7 +115,8 @@ class EagerRunner:
 
     def _greedy(self, batch: DecodeBatch | PrefillBatch) -> Greedy:
         likeliest = batch.temperatures <= 0
-        return Greedy(some=bool(likeliest.any()), every=self.greedy or bool(likeliest.all()))
+        every = self.greedy or bool(likeliest.all())
+        return Greedy(some=bool(likeliest.any()) and not every, every=every)
 
     def _adapters(self, adapters: Sequence[int] | None, rows: int, packed: Packed | None) -> AbstractContextManager[Any]:
         if self.bank is None:

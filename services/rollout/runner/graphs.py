@@ -58,7 +58,7 @@ class Tally:
 
 
 class GraphRunner(EagerRunner):
-    """As `EagerRunner`. max_batch: the most rows of a step. capture: how a step is captured (None: as a CUDA graph)."""
+    """As `EagerRunner`. max_batch: the most rows that there are graphs for. capture: how a step is captured (None: as a CUDA graph)."""
 
     def __init__(
         self, model: CausalLM, pool: Pool, max_batch: int, *, greedy: bool = False, rule: Rule | None = None, bank: Adapters | None = None, taps: Taps | None = None,
@@ -83,7 +83,8 @@ class GraphRunner(EagerRunner):
     @torch.inference_mode()
     def begin_decode(self, batch: DecodeBatch) -> Pending:
         """Launch a step: by replaying it if it can be."""
-        graph = None if batch.adapters is not None and max(batch.adapters) >= 0 else self._graph(self.key(batch))
+        adapted = batch.adapters is not None and max(batch.adapters) >= 0
+        graph = None if adapted or batch.rows > self.max_batch else self._graph(self.key(batch))
         if graph is None:
             self.tally.eager += 1
             return super().begin_decode(batch)

@@ -48,7 +48,7 @@ Taps = Callable[[], torch.Tensor]
 
 
 class Greedy(NamedTuple):
-    """Which rows take their likeliest token, as the host knows it: none, all, or those with a temperature of 0."""
+    """Which rows take their likeliest token, as the host knows it: those with a temperature of 0, every one, or (neither) none."""
 
     some: bool
     every: bool

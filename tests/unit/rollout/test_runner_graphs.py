@@ -151,9 +151,22 @@ def test_steps_may_be_launched_before_the_first_is_waited_for() -> None:
     same(one, eager.decode(batch([1, 2], step=1)))
 
 
-def test_more_rows_than_the_runner_was_made_for_are_refused() -> None:
+def test_more_rows_than_there_are_graphs_for_are_computed_eagerly() -> None:
+    model = Model()
+    graphs = Graphs(model, States(), Remembers(), max_batch=2)
+    same(graphs.decode(batch([1, 2, 3])), Eager(model, States()).decode(batch([1, 2, 3])))
+    assert (graphs.tally.replayed, graphs.tally.eager) == (0, 1)
     with pytest.raises(ValueError, match="max_batch"):
-        Graphs(Model(), States(), Remembers(), max_batch=2).decode(batch([1, 2, 3]))
+        graphs.key(batch([1, 2, 3]))
+
+
+def test_a_greedy_runner_is_warmed_for_what_it_will_do() -> None:
+    capture = Remembers()
+    graphs = Graphs(Model(), States(), capture, greedy=True)
+    made = graphs.warm()
+    graphs.decode(batch([1, 2, 3]))
+    graphs.decode(batch([1, 2, 3], temperature=[0.0, 1.0, 0.0]))
+    assert capture.made == made
 
 
 def test_a_row_of_temperature_zero_takes_its_likeliest_token_and_changes_no_other() -> None:
