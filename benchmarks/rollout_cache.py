@@ -17,6 +17,8 @@ from driftline.models.causal_lm import CausalLM
 from driftline.models.dense.config import DenseConfig
 from driftline.models.paged import Pool
 from driftline.services.rollout.engine import Engine
+from driftline.services.rollout.runner import GraphRunner
+from driftline.services.rollout.runner.buckets import page_bucket
 from driftline.services.rollout.weights import parameters_of
 
 __all__ = ["cache", "identical", "peer", "workload_of"]
@@ -77,9 +79,15 @@ def _run(model: CausalLM, load: Workload, limit_s: float, *, keep: bool = False,
 
 def _warm(engine: Engine, load: Workload) -> None:
     """What is compiled or captured once is not the workload's."""
-    if ON_GPU:
-        drive(engine, load._replace(turns=1, branch=0, sampled=4, seed=99, tool_steps=0), limit_s=60)
-        drive(engine, load._replace(turns=2, branch=0, sampled=2, seed=98, trajectories=min(8, load.trajectories)), limit_s=20)
+    if not ON_GPU:
+        return
+    if isinstance(engine.runner, GraphRunner):
+        pages = page_bucket((load.system + load.task) // 64 + 1)
+        while pages <= page_bucket(load.longest // 64 + 1):
+            engine.runner.warm(pages=pages)
+            pages *= 2
+    drive(engine, load._replace(turns=1, branch=0, sampled=4, seed=99, tool_steps=0), limit_s=60)
+    drive(engine, load._replace(turns=2, branch=0, sampled=2, seed=98, trajectories=min(8, load.trajectories)), limit_s=20)
 
 
 def identical(given: Given) -> list[Row]:

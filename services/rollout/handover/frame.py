@@ -90,8 +90,8 @@ def _record(header: dict[str, Any], body: memoryview) -> Handover:
     )
 
 
-def _raw(tensor: torch.Tensor) -> memoryview:
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
+def _raw(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
 
 
 def _malformed(problem: str, value: object) -> MalformedMessage:

@@ -79,27 +79,23 @@ class Places(Protocol):
     pool: Pool
     cache: PrefixCache
 
+    def cache_key(self, adapter: str = "") -> CacheKey: ...
+
 
 def layout_of(places: Places) -> Layout:
     """Of what the engine's pool holds."""
-    config = places.model.config
-    name = xxhash.xxh3_128_hexdigest(f"{config.model_dump_json()}".encode())
+    name = xxhash.xxh3_128_hexdigest(repr(places.model.config).encode())
     pages, states = places.pool.export_pages([0]), places.pool.export_states([0]) if places.pool.state_bytes else []
     return Layout(
         f"{type(places.model).__name__}/{name}", tuple(Part(tuple(t.shape[2:]), str(t.dtype)) for t in pages), tuple(Part(tuple(t.shape[1:]), str(t.dtype)) for t in states)
     )
 
 
-def key_of(places: Places, adapter: str) -> CacheKey:
-    """What the engine files new rows under."""
-    return CacheKey(type(places.model).__name__, adapter, places.version)
-
-
 @torch.inference_mode()
 def export(places: Places, request: Request, first_token: int, first_logprob: float, cached_tokens: int) -> Handover | None:
     """The rows and states of a prompt that this engine just computed. None: they were evicted already, and the prompt must be computed again."""
     prompt = _prompt(request)
-    lease = places.cache.begin([key_of(places, request.adapter)], prompt + array("i", [first_token]))
+    lease = places.cache.begin([places.cache_key(request.adapter)], prompt + array("i", [first_token]))
     if lease is None:
         return None
     try:
@@ -118,7 +114,7 @@ def place(places: Places, handover: Handover) -> bool:
     """Put it where the engine's next request that begins with the prompt finds it. False: no memory now. Raises HandoverRefused, before anything is taken, and
     ValueError for rows or states that are not the prompt's."""
     _accepted(places, handover)
-    prompt, key = handover.prompt, key_of(places, handover.request.adapter)
+    prompt, key = handover.prompt, places.cache_key(handover.request.adapter)
     lease = places.cache.begin([key], prompt[:1])  # of one token nothing is ever hit
     if lease is None:
         return False
@@ -169,4 +165,4 @@ def _paged(rows: torch.Tensor, pages: int) -> torch.Tensor:
     """rows [N, ...] as [pages, PAGE, ...], zeros behind the last."""
     padded = rows.new_zeros(pages * PAGE, *rows.shape[1:])
     padded[: len(rows)] = rows
-    return padded.unflatten(0, (pages, PAGE))
+    return padded.view(pages, PAGE, *rows.shape[1:])
