@@ -37,7 +37,8 @@ class HostTier:
             raise ConfigError("a host tier without memory", field="host_cache_mb", value=budget, remedy="leave the tier out, or give it megabytes")
         self.device = torch.device(device)
         cuda = self.device.type == "cuda"
-        self._bytes = torch.empty(budget, dtype=torch.uint8, pin_memory=cuda)
+        with torch.inference_mode(False):  # a tensor of inference mode could not be written outside of it
+            self._bytes = torch.empty(budget, dtype=torch.uint8, pin_memory=cuda)
         self._side = torch.cuda.Stream(self.device) if cuda else None  # type: ignore[no-untyped-call]
         self._extents = Extents(budget)
         self._layouts: dict[Kind, tuple[_Part, ...]] = {}
@@ -59,6 +60,7 @@ class HostTier:
     def gaps(self) -> tuple[Extent, ...]:
         return self._extents.gaps()
 
+    @torch.no_grad()
     def put(self, kind: Kind, extents: Sequence[Extent], tensors: Sequence[torch.Tensor]) -> None:
         """tensors, each [n, ...] on the device: entry i of all goes to extents[i], of `entry_bytes(tensors)`."""
         count = len(extents)
@@ -70,6 +72,7 @@ class HostTier:
         if self._side is not None:
             flat.record_stream(self._side)
 
+    @torch.no_grad()
     def get(self, kind: Kind, extents: Sequence[Extent], load: Callable[[list[torch.Tensor]], None]) -> None:
         """Hands `load` the tensors [n, ...] that were put there, on the device, ready for its current stream."""
         flat = torch.empty((len(extents), extents[0].size), dtype=torch.uint8, device=self.device)

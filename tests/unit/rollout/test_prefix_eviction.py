@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 
 import pytest
+import torch
 
 from driftline.messages.errors import ConfigError
 from driftline.services.rollout.prefix import PAGE, CacheKey, HostTier, PrefixCache
@@ -185,6 +186,18 @@ def test_preempted_work_comes_back_from_the_host() -> None:
     assert lease is not None
     assert lease.hit == 150
     assert pool.holds(lease, [KEY] * 150, text(1, 150))
+
+
+def test_a_tier_made_in_inference_mode_is_written_outside_of_it() -> None:
+    """An engine makes it there, and cancels a group anywhere."""
+    with torch.inference_mode():
+        host = HostTier(100_000)
+    pool = RecordingPool(pages=8, slots=1)
+    cache = PrefixCache(pool, host=host)
+    left(cache, pool, text(1, 100))
+    left(cache, pool, text(2, 100))
+    assert cache.stats.moves.demoted_states == 1
+    assert cached(cache, text(1, 100))
 
 
 def test_a_tier_of_no_bytes_is_refused() -> None:
