@@ -16,6 +16,7 @@ from driftline.kernels.mode import Numerics, using
 from driftline.models.architectures import skeleton
 from driftline.models.causal_lm import CausalLM
 from driftline.models.dense.config import DenseConfig
+from driftline.models.lora import add_lora
 from driftline.models.paged import Pool, decode
 from driftline.models.quantisation import Quantisation
 from driftline.models.sizes import like_k3
@@ -98,6 +99,14 @@ def test_a_step_by_kernels_reads_no_value(make, rows, window, numerics, launched
     wanted = {"kernels.linear.triton._matmul", "kernels.rmsnorm.triton._forward"}
     wanted |= {"kernels.kda_decode.triton._replay", "kernels.short_conv.triton._decode", "kernels.mla_decode.triton._part"} if make is k3 else {"kernels.rope.triton._rotate"}
     assert wanted <= set(launched)
+
+
+@pytest.mark.parametrize("make", [k3, dense])
+def test_a_policy_of_low_rank_updates_reads_no_value(make, launched: Counter[str]) -> None:  # type: ignore[no-untyped-def]
+    model = make()
+    add_lora(model, 8, targets="all-linear")
+    out = advanced(model, 1, inputs(16, 1, 16, replays=False))
+    assert tuple(out.tokens.shape) == (16, 1)
 
 
 def test_rejection_reads_no_value(launched: Counter[str]) -> None:
