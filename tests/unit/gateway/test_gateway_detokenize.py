@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,6 +29,19 @@ def test_the_pieces_of_a_text_are_the_text(text: str, cuts: int) -> None:
 @settings(max_examples=300, deadline=None)
 def test_broken_bytes_become_what_the_tokenizer_makes_of_them(tokens: list[int]) -> None:
     assert said(tokens) == TOKENS.decode(tokens)
+
+
+@given(st.lists(st.sampled_from([" a", "b", " ", "\n", " cd", "é"]), max_size=90), st.integers(1, 4))
+@settings(max_examples=200, deadline=None)
+def test_a_decoder_that_drops_the_space_in_front_of_a_text_drops_only_that_one(words: list[str], cuts: int) -> None:
+    """As those made from SentencePiece do: the first of the tokens that are decoded together is not like the others."""
+    def decode(ids: Sequence[int]) -> str:
+        return "".join(words[i] for i in ids).removeprefix(" ")
+
+    ids = list(range(len(words)))
+    detokenizer = Detokenizer(decode)
+    pieces = [detokenizer.add(ids[i : i + cuts]) for i in range(0, len(ids), cuts)]
+    assert "".join(pieces) + detokenizer.end() == decode(ids)
 
 
 def test_a_character_is_said_when_it_is_whole() -> None:

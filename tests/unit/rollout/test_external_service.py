@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from fake_servers import Fake, FakeSglang, FakeVllm, digest_of, distribution
 from loop_cases import eventually, finish, groups_of, queue, running, tiny
 from rollout_cases import RUN, is_idle, publish_shifted, shifted, stored, versions
@@ -13,13 +15,17 @@ from rollout_cases import RUN, is_idle, publish_shifted, shifted, stored, versio
 from driftline.messages.errors import ConfigError
 from driftline.messages.memory import MemoryBus
 from driftline.messages.types import Trajectory
+from driftline.models.lora.peft import read_peft
 from driftline.models.shards import Shards
+from driftline.models.state import export_state
 from driftline.policy_store.blobs import MemoryBlobs
+from driftline.policy_store.writer import PolicyWriter
 from driftline.services.config import Config
+from driftline.services.policy_model import build_model
 from driftline.services.rollout.external import open_engine
 from driftline.services.rollout.service import RolloutService
 from driftline.services.runtime import run_topology
-from driftline.services.tensors import from_host
+from driftline.services.tensors import from_host, to_host
 
 BOTH = pytest.mark.parametrize("fake", [FakeVllm, FakeSglang], ids=["vllm", "sglang"])
 
@@ -83,6 +89,50 @@ async def test_a_run_samples_there_and_a_version_is_handed_over_while_it_does(fa
         assert handed.files.keys() == wanted.keys()
         assert (handed.read("model.norm.weight") == wanted["model.norm.weight"]).all()
         assert (files / "v00000001" / "config.json").is_file()
+
+
+@BOTH
+async def test_a_run_of_adapters_hands_over_what_peft_reads(fake: type[Fake], bus: MemoryBus, blobs: MemoryBlobs, tmp_path: Path) -> None:
+    server = fake()
+    with server.served() as url:
+        config = settings(fake, url, tmp_path)
+        lora = {"lora_rank": 2, "lora_alpha": 6.0, "lora_targets": ["model.layers.1.self_attn.o_proj", "model.layers.2.block_sparse_moe.experts"]}
+        config = config.model_copy(update={"learner": config.learner.model_copy(update=lora)})
+        model = build_model(config, device="cpu", threads=1)
+        writer = PolicyWriter(bus, blobs, RUN, 10)
+        await writer.resume()
+        states = []
+        for version in range(2):
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    if "lora" in name:
+                        parameter.normal_()
+            states.append(export_state(model, torch.bfloat16))
+            await writer.publish(to_host(states[-1]), version=version, learner_step=version, consumed=())
+            if not version:
+                service = RolloutService(bus, blobs, config)
+                task = asyncio.create_task(service.run())
+                await eventually(lambda: service._engine is not None)  # noqa: B023 - of this turn alone
+        try:
+            await eventually(lambda: service._engine is not None and service._engine.version == 1)
+            await queue(bus, groups_of(config, range(2)))
+            done = await stored(bus, 8, config)
+        finally:
+            task.cancel()
+            await asyncio.wait({task})
+    place = tmp_path / RUN / "rollout-0" / "v00000001"
+    for trajectory in done:
+        assert versions(trajectory) == {1}
+        drawn_by(trajectory, digest_of(place), 1)
+    found = read_peft(place)
+    assert {update.scale for update in found.updates.values()} == {3.0}
+    halves = {name: tensor for name, tensor in states[1].items() if "lora" in name}
+    assert halves
+    for name, update in found.updates.items():
+        stem = name.replace(".experts.", ".experts.delta.")
+        assert torch.equal(update.a, halves.pop(f"{stem}.lora_A"))
+        assert torch.equal(update.b, halves.pop(f"{stem}.lora_B"))
+    assert not halves
 
 
 @BOTH
