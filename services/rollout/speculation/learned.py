@@ -1,8 +1,8 @@
 """Drafts from a trained drafter. What it keeps of a row is bounded and its own: keys of the last `window` positions that the target computed here, and one output.
 
 It may be missing some (a prefix that was found in a cache, a row that came from elsewhere): it drafts from what it has seen, and not at all for a row whose newest
-position it has not. Under MATCH a draft takes the target's own draw, so that where the two distributions are alike the two tokens are; under REJECTION a draw of
-its own stream, and hands over the distribution that it drew from.
+position it has not. Under MATCH a draft is the drafter's likeliest token, or the one at the target's own draw: the latter agrees more often once the two distributions
+are close, and less before. Under REJECTION it is drawn, with a draw of its own stream, and the distribution is handed over.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class TrainedDrafter:
 
     sampled = True
 
-    def __init__(self, network: Network, model: CausalLM, *, choice: Choice = Choice.COUPLED) -> None:
+    def __init__(self, network: Network, model: CausalLM, *, choice: Choice = Choice.LIKELIEST) -> None:
         network.config.check(model.config)
         self.network, self.choice = network.eval(), choice
         self._embed: nn.Module = embedding(model)

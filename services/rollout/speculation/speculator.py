@@ -15,14 +15,19 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from driftline.messages.errors import ConfigError
+from driftline.models.drafter.text import Text
 from driftline.services.rollout.speculation.drafts import Drafter, Drafts, Row, Seen
 from driftline.services.rollout.speculation.pays import Pays
+from driftline.services.rollout.speculation.refresh import Refreshed, Refresher
 from driftline.services.rollout_config import SpeculationRule
 
 __all__ = ["LONGEST_DRAFT", "Acceptance", "Speculator"]
 
 LONGEST_DRAFT = 15
 """A window is the last token and its drafts, and holds 16 at most."""
+
+MONITORED = 512
+"""Row-steps with drafts over which the acceptance length is taken as the monitor of a refresh."""
 
 
 @dataclass
@@ -62,13 +67,20 @@ class Acceptance:
 
 
 class Speculator:
-    """`length`: drafts a row at most, 1 to LONGEST_DRAFT. `pays` None: always on. Raises ConfigError."""
+    """`length`: drafts a row at most, 1 to LONGEST_DRAFT. `pays` None: always on. `refresher`: keeps a trained drafter on its policy, at the beginning of a step in
+    which it is due; `refreshes` has what came of it. Raises ConfigError."""
 
-    def __init__(self, drafter: Drafter, *, length: int = 3, rule: SpeculationRule = SpeculationRule.MATCH, pays: Pays | None = None) -> None:
+    def __init__(
+        self, drafter: Drafter, *, length: int = 3, rule: SpeculationRule = SpeculationRule.MATCH, pays: Pays | None = None, refresher: Refresher | None = None,
+    ) -> None:
         if not 1 <= length <= LONGEST_DRAFT:
             raise ConfigError("drafts a row", field="rollout.draft_tokens", value=length, remedy=f"1 to {LONGEST_DRAFT}")
         self.drafter, self.length, self.rule, self.pays = drafter, length, rule, pays
         self.acceptance = Acceptance()
+        self.refreshes: list[Refreshed] = []
+        self._refresher = refresher
+        self._monitor = Acceptance()
+        self._rows: dict[Hashable, Row] = {}
 
     @property
     def window(self) -> int:
@@ -82,6 +94,8 @@ class Speculator:
 
     def begin_step(self, rows: Sequence[Row]) -> Drafts | None:
         """Drafts for these rows, `length` wide, or None for a plain step: nobody has a draft, or it does not pay. A row's counts are at most room - 1."""
+        if self._refresher is not None:
+            self._refreshed(self._refresher, rows)
         if not rows or (self.pays is not None and not self.pays.wants(len(rows))):
             return None
         limits = [max(0, min(self.length, row.room - 1)) for row in rows]
@@ -101,6 +115,7 @@ class Speculator:
         if (stood > drafted).any():
             raise ValueError(f"accepted {stood.tolist()} of {drafted.tolist()} drafts: count drafts alone, without the token behind them")
         self.acceptance.count(drafted, stood)
+        self._monitor.count(drafted, stood)
         if self.pays is not None:
             self.pays.stepped(len(rows), len(rows) + int(stood.sum()), seconds, drafted=drafts is not None)
 
@@ -111,6 +126,19 @@ class Speculator:
     def retire(self, row: Hashable) -> None:
         """The row is over, cancelled, or parked."""
         self.drafter.retire(row)
+        last = self._rows.pop(row, None)
+        if self._refresher is not None and last is not None:
+            tokens = np.array(last.history, dtype=np.int32)
+            self._refresher.add(Text(tokens, len(tokens) - last.position, last.temperature, last.key))
+
+    def _refreshed(self, refresher: Refresher, rows: Sequence[Row]) -> None:
+        """Remember the rows, and refresh where the monitor asks for it."""
+        self._rows.update((row.id, row) for row in rows)
+        if self._monitor.rows < MONITORED:
+            return
+        if refresher.due(self._monitor.drafted_length):
+            self.refreshes.append(refresher.refresh())
+        self._monitor.reset()
 
 
 def _widened(drafts: Drafts, width: int) -> Drafts:

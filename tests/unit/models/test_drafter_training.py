@@ -296,31 +296,63 @@ def test_a_refresh_follows_the_policy_and_one_that_does_not_help_is_dropped() ->
     with torch.no_grad():
         model.lm_head.weight.mul_(8.0)
     network = _drafter(model)
-    with Taps(model, network.config.taps) as taps:
-        refresher = Refresher(network, model, taps, recent=48, judged=8, every=40, schedule=Schedule(steps=30, texts=8, lr=2e-3, warmup=2))
-        with pytest.raises(ConfigError, match="too few"):
-            refresher.refresh()
-        for text in _sampled(model, 40, 16):
-            assert not refresher.due(2.0)
-            refresher.add(text)
-        assert refresher.due(2.0), "as many texts as it waits for"
-        before = network.fc.weight.detach().clone()
-        done = refresher.refresh()
-        assert done.kept
-        assert done.after < done.before
-        assert not torch.equal(network.fc.weight, before)
+    refresher = Refresher(network, model, recent=48, judged=8, every=40, schedule=Schedule(steps=30, texts=8, lr=2e-3, warmup=2))
+    with pytest.raises(ConfigError, match="too few"):
+        refresher.refresh()
+    for text in _sampled(model, 40, 16):
         assert not refresher.due(2.0)
-        for text in _sampled(model, 10, 16, seed=3):
-            refresher.add(text)
-        assert not refresher.due(1.95)
-        assert refresher.due(1.5), "it drafts worse than it did"
-        wild = Refresher(network, model, taps, recent=48, judged=8, schedule=Schedule(steps=6, texts=8, lr=30.0, warmup=1))
-        for text in _sampled(model, 20, 16, seed=4):
-            wild.add(text)
-        before = network.fc.weight.detach().clone()
-        dropped = wild.refresh()
-        assert not dropped.kept
-        assert torch.equal(network.fc.weight, before)
+        refresher.add(text)
+    assert refresher.due(2.0), "as many texts as it waits for"
+    before = network.fc.weight.detach().clone()
+    done = refresher.refresh()
+    assert done.kept
+    assert done.after < done.before
+    assert not torch.equal(network.fc.weight, before)
+    assert not refresher.due(2.0)
+    for text in _sampled(model, 14, 16, seed=3):
+        refresher.add(text)
+    assert not refresher.due(1.95)
+    assert refresher.due(1.5), "it drafts worse than it did"
+    wild = Refresher(network, model, recent=48, judged=8, schedule=Schedule(steps=6, texts=8, lr=30.0, warmup=1))
+    for text in _sampled(model, 20, 16, seed=4):
+        wild.add(text)
+    before = network.fc.weight.detach().clone()
+    dropped = wild.refresh()
+    assert not dropped.kept
+    assert torch.equal(network.fc.weight, before)
+
+
+def test_a_speculator_refreshes_by_itself_when_its_drafter_falls_behind_a_policy_that_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("driftline.services.rollout.speculation.speculator.MONITORED", 64)
+    model = _model()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(6.0)
+        embedding(model).get_parameter("weight").mul_(100.0)
+    network = _drafter(model)
+    texts = _sampled(model, 48, 20)
+    with Taps(model, network.config.taps) as taps:
+        train(network, model, taps, texts, Schedule(steps=60, texts=16, lr=2e-3))
+    refresher = Refresher(network, model, recent=64, judged=8, every=10**6, loss=0.15, schedule=Schedule(steps=60, texts=16, lr=2e-3, warmup=2))
+    speculator = Speculator(TrainedDrafter(network, model, choice=Choice.LIKELIEST), refresher=refresher)
+
+    def run(seed: int) -> float:
+        unseen = _sampled(model, 24, 20, seed=seed)
+        with Taps(model, network.config.taps) as taps:
+            features = [observed(model, taps, [text]).features[0] for text in unseen]
+        with torch.inference_mode():  # as within an engine's step
+            return rehearse(speculator, unseen, range(24), features).length()
+
+    good = run(1)
+    assert not speculator.refreshes, "nothing moved"
+    with torch.no_grad():  # every token's answer is another's now
+        model.lm_head.weight.copy_(model.lm_head.weight.roll(5, 0))
+    fallen = run(2)
+    for seed in range(3, 6):
+        run(seed)
+    assert speculator.refreshes
+    assert any(done.kept for done in speculator.refreshes), (speculator.refreshes, good, fallen)
+    assert fallen < good - 0.3
+    assert run(9) > fallen + 0.2
 
 
 def test_a_model_of_another_family_has_no_taps() -> None:
