@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
-from speculated import sample
 
 from driftline.kernels.mode import Numerics, using
 from driftline.models.causal_lm import CausalLM
@@ -18,6 +20,9 @@ from driftline.services.rollout.speculation import NgramDrafter, Speculator
 from driftline.services.rollout.speculation.judging import judge
 from driftline.services.rollout.speculation.learned import TrainedDrafter
 from driftline.services.rollout_config import SpeculationRule
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from speculated import sample  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
