@@ -69,6 +69,17 @@ def test_fast_mode_is_near_a_forward(kind: str) -> None:
     near(drafted(model(kind), rows, folds=True).found(), hidden)
 
 
+def test_fast_mode_is_near_a_forward_where_no_expert_is_chosen() -> None:
+    """Every token then, prompts in pieces too: nothing makes a small difference large."""
+    config = K3.model_copy(update={"first_k_dense_replace": K3.num_hidden_layers})
+    dense_k3 = random_model(config, dtype=torch.bfloat16, device="cuda", seed=0).requires_grad_(False)
+    rows = rows_of(300, 15, 1100, 74)
+    hidden = whole(dense_k3, rows)[0]
+    for run in (decoded(dense_k3, rows), drafted(dense_k3, rows, folds=True)):
+        for a, b in zip(run.found(), hidden, strict=True):
+            assert float(((a.float() - b.float()).norm(dim=-1) / b.float().norm(dim=-1)).max()) < FAR
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.usefixtures("deterministic")
 def test_deterministic_mode_is_a_forward_to_the_bit(kind: str) -> None:
