@@ -91,6 +91,15 @@ async def test_an_end_of_its_own_and_none_at_all() -> None:
     assert ended.finish is Finish.STOP
 
 
+async def test_the_engine_is_told_whose_turn_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, told = engine(), list[Request]()
+    submit = one.submit_request
+    monkeypatch.setattr(one, "submit_request", lambda request: (told.append(request), submit(request)))
+    async with local(one) as served:
+        await whole(served, ask(priority=-2, session="talk", stop_ids=frozenset({65}), draw=3))
+    assert (told[0].priority, told[0].session, sorted(told[0].stop_ids or ()), told[0].key) == (2, "talk", [65, 257], member_key(0, "serve", 3))
+
+
 async def test_who_leaves_is_dropped_from_the_engine() -> None:
     one = engine(stops=False)
     async with local(one) as served:

@@ -107,7 +107,7 @@ def test_what_cannot_be_served_is_refused_by_name(place: Path) -> None:
         open_local(Served(str(place), adapters={"tiny": place}))
 
 
-COMMAND = "import sys, typer; from driftline.commands.serve import register; app = typer.Typer(); app.callback()(lambda: None); register(app); app()"
+COMMAND = "from driftline.cli import main; main()"
 
 
 async def test_serve_is_a_process_that_a_signal_ends(place: Path) -> None:
