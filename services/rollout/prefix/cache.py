@@ -236,7 +236,7 @@ class PrefixCache:
             if partial:
                 pages.append(self._copied_page(node))
             lease = Lease(self._copied_state(node) if stock.stateful else 0, pages)
-            node.hits += 1
+            node.hits, node.superseded = node.hits + 1, False
             stock.touch(node)
         elif whole and (node.slot >= 0 or not stock.stateful):
             page, slot = stock.take_over(node)
@@ -245,7 +245,7 @@ class PrefixCache:
             lease = Lease(stock.take_state(node), [stock.pages.share(n.page) for n in shared])
         if lease is not None:
             lease.hit, lease.key, lease.versions, lease.routes, lease.writers = hit.length, key, versions, routes, {key}
-            lease.source = None if node.full else node
+            lease.source = node if node.left or not node.full else None
             self._stand(lease, stand)
         for held in pinned:
             stock.unpin(held)
@@ -317,11 +317,12 @@ class PrefixCache:
                     stock.give_page(leaf, lease.pages[node.end // PAGE])
             node = leaf if leaf is not None else node
         if stock.stateful and node.parent is not None and node.slot < 0:
+            node.left = True
             stock.give_state(node, lease.slot)
             lease.slot = -1
         source = lease.source
         if source is not None and source.parent is not None and source is not node and source.hits <= 1 and source.end < length:
-            source.superseded = True  # its sequence went on, and nobody else came
+            source.superseded = True  # its sequence went on, and nobody else came by
             stock.touch(source)
 
     def _worth_a_state(self, node: Node, tokens: Tokens) -> bool:

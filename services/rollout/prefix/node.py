@@ -37,10 +37,11 @@ def chunk(tokens: Tokens, begin: int, end: int) -> bytes:
 
 class Node:
     """`tokens`: this node's, as int32 bytes; `end`: tokens up to and with it. `page` 0 and `slot` -1: not on the device. `pins`: leases that stand
-    here; `hits`: times something continued from here; `resident`: children with a page on the device."""
+    here; `hits`: times something continued from here; `resident`: children with a page on the device. `left`: a sequence ended here; `superseded`: and went
+    on, alone."""
 
     __slots__ = (
-        "children", "digest", "end", "entry", "hits", "host_page", "host_state", "key", "lengths", "order", "page", "parent", "pins", "priority", "resident",
+        "children", "digest", "end", "entry", "hits", "host_page", "host_state", "key", "left", "lengths", "order", "page", "parent", "pins", "priority", "resident",
         "routes", "slot", "superseded", "tokens", "versions",
     )
 
@@ -58,7 +59,7 @@ class Node:
         self.order: list[bytes] = []
         self.lengths: dict[int, int] = {}
         self.pins = self.hits = self.resident = 0
-        self.superseded = False
+        self.left = self.superseded = False
         self.priority, self.entry = 0.0, 0
 
     @property

@@ -60,19 +60,46 @@ def test_what_is_not_used_is_overtaken() -> None:
     assert not cached(cache, text(1, 200))
 
 
-def test_the_leaf_of_a_turn_goes_before_other_sequences_once_the_next_turn_left_its_own() -> None:
+@pytest.mark.parametrize("first", [200, 3 * PAGE])
+def test_the_leaf_of_a_turn_goes_before_other_sequences_once_the_next_turn_left_its_own(first: int) -> None:
     pool = RecordingPool(pages=60, slots=5, state_bytes=64 * PAGE * 8)
     cache = PrefixCache(pool)
     left(cache, pool, text(2, 70))
-    left(cache, pool, text(1, 200))
+    left(cache, pool, text(1, first))
     left(cache, pool, text(1, 230))
     left(cache, pool, text(3, 70))
     crowd(cache, pool, 4)
     crowd(cache, pool, 5)
-    assert not cached(cache, text(1, 200))
+    assert not cached(cache, text(1, first))
     assert cached(cache, text(1, 230))
     assert cached(cache, text(2, 70))
     assert cached(cache, text(3, 70))
+
+
+def test_an_old_turn_that_somebody_goes_on_from_counts_again() -> None:
+    pool = RecordingPool(pages=60, slots=5, state_bytes=64 * PAGE * 8)
+    cache = PrefixCache(pool)
+    left(cache, pool, text(1, 200))
+    left(cache, pool, text(1, 230))
+    branch = started(cache, pool, text(1, 200) + text(8, 4))
+    assert branch.hit == 200
+    cache.end(branch)
+    for seed in (4, 5, 6):
+        crowd(cache, pool, seed)
+    assert cached(cache, text(1, 200))
+
+
+def test_a_state_kept_where_prompts_part_stays_after_the_first_that_used_it() -> None:
+    pool = RecordingPool(pages=60, slots=5, state_bytes=64 * PAGE * 8)
+    cache = PrefixCache(pool)
+    shared = text(1, 3 * PAGE)
+    lease = started(cache, pool, shared)
+    cache.commit(lease, KEY, shared, 3 * PAGE, keep=True)
+    cache.end(lease)
+    left(cache, pool, shared + text(2, 20))
+    for seed in (4, 5, 6):
+        crowd(cache, pool, seed)
+    assert cached(cache, shared)
 
 
 def test_a_leaf_that_several_continued_stays_a_branch() -> None:
