@@ -94,7 +94,8 @@ def test_a_pair_gives_what_one_engine_gives_bit_for_bit() -> None:
     alone = finished(engine(), REQUESTS)
     pair = Pair(Prefiller(engine()), Decoder(engine()))
     together = finished(pair, REQUESTS)
-    assert together.keys() == alone.keys() and all(same(together[name], alone[name]) for name in alone)
+    assert together.keys() == alone.keys()
+    assert all(same(together[name], alone[name]) for name in alone)
     assert all((together[n].prompt_tokens, together[n].finish) == (alone[n].prompt_tokens, alone[n].finish) for n in alone)
     assert pair.handed == 4  # a single token needs nobody to go on
 
@@ -168,7 +169,8 @@ def test_a_version_between_the_halves_is_computed_again_under_the_new_one() -> N
     while not pair.idle:
         pair.step()
         done += pair.take_completions()
-    assert pair.refused == 1 and set(done[0].versions.tolist()) == {1}
+    assert pair.refused == 1
+    assert set(done[0].versions.tolist()) == {1}
     assert same(done[0], finished(engine(seed=5, version=1), [one])["a"])
 
 
@@ -184,11 +186,13 @@ def test_without_memory_the_decoder_takes_none_and_everything_ends_all_the_same(
 def test_a_cancelled_request_is_forgotten_wherever_it_is() -> None:
     pair = Pair(Prefiller(engine()), Decoder(engine()))
     pair.submit_request(request("a", 90))
-    assert pair.cancel("a") == 1 and pair.idle
+    assert pair.cancel("a") == 1
+    assert pair.idle
     pair.submit_request(request("b", 90, limit=50))
     while pair.decoder.idle:
         pair.step()
-    assert pair.cancel("b") == 1 and pair.idle
+    assert pair.cancel("b") == 1
+    assert pair.idle
 
 
 def test_rows_that_were_evicted_before_the_export_are_computed_again() -> None:
@@ -208,7 +212,9 @@ def test_rows_that_were_evicted_before_the_export_are_computed_again() -> None:
     first.take_completions = evicted  # type: ignore[method-assign]
     while not prefiller.idle:
         answers += prefiller.take()
-    assert first.prompt_tokens == 180 and len(answers) == 1 and isinstance(answers[0], Handover)
+    assert first.prompt_tokens == 180
+    assert len(answers) == 1
+    assert isinstance(answers[0], Handover)
 
 
 def test_an_answer_that_ends_at_its_first_token_needs_no_decoder() -> None:
@@ -216,7 +222,9 @@ def test_an_answer_that_ends_at_its_first_token_needs_no_decoder() -> None:
     first = int(finished(engine(), [one])["a"].tokens[0])
     pair = Pair(Prefiller(engine()), Decoder(engine()))
     done = finished(pair, [replace(one, stop_ids=(first,))])["a"]
-    assert done.finish is Finish.STOP and done.tokens.tolist() == [first] and pair.handed == 0
+    assert done.finish is Finish.STOP
+    assert done.tokens.tolist() == [first]
+    assert pair.handed == 0
 
 
 def test_exports_of_what_an_engine_never_computed_are_none() -> None:
@@ -238,7 +246,8 @@ def test_two_processes_give_what_one_engine_gives() -> None:
     alone = finished(engine(), REQUESTS)
     with RemotePrefiller(there) as remote:
         together = finished(Pair(remote, Decoder(engine())), REQUESTS)
-        assert together.keys() == alone.keys() and all(same(together[name], alone[name]) for name in alone)
+        assert together.keys() == alone.keys()
+        assert all(same(together[name], alone[name]) for name in alone)
         remote.submit_request(request("too long", 600))
         with pytest.raises(DriftlineError, match="a prompt of 600 tokens"):
             remote.take(wait_s=30)

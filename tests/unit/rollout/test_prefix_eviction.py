@@ -10,6 +10,7 @@ import torch
 from driftline.messages.errors import ConfigError
 from driftline.services.rollout.prefix import PAGE, CacheKey, HostTier, PrefixCache
 from driftline.services.rollout.prefix.extents import Extents
+from driftline.services.rollout.prefix.host import Kind
 from tests.unit.rollout.prefix_cases import KEY, RecordingPool, text
 from tests.unit.rollout.test_prefix_cache import left, started
 
@@ -266,3 +267,16 @@ def test_a_begin_that_found_no_memory_is_no_use_of_the_leaf() -> None:
     lease = cache.begin([KEY], text(1, 110))
     assert lease is not None
     assert [node.hits for node in cache.stock.roots[KEY].below()] == [0, 0, 1]
+
+
+def test_what_lies_scattered_on_the_host_comes_back_in_order() -> None:
+    host = HostTier(6 * 64)
+    held = [host.take(64) for _ in range(6)]
+    order = [e for i in (0, 1, 4, 3, 5) if (e := held[i]) is not None]  # two that are one copy, and three that are not
+    rows = torch.arange(5 * 16, dtype=torch.int32).reshape(5, 16)
+    host.put(Kind.PAGE, order, [rows[:, :6], rows[:, 6:]])
+    found: list[torch.Tensor] = []
+    host.get(Kind.PAGE, order, found.extend)
+    assert torch.equal(torch.cat(found, dim=1), rows)
+    host.get(Kind.PAGE, [order[3]], found.extend)
+    assert torch.equal(torch.cat(found[2:], dim=1), rows[3:4])
