@@ -6,7 +6,7 @@ what returns is waited for by the device and never by the host. On a CPU a copy 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from enum import Enum
 from typing import NamedTuple
@@ -67,8 +67,8 @@ class HostTier:
         flat = torch.cat([t.reshape(count, -1).contiguous().view(torch.uint8) for t in tensors], dim=1)
         self._layouts[kind] = tuple(_Part(tuple(t.shape[1:]), t.dtype) for t in tensors)
         with self._aside():
-            for row, extent in zip(flat, extents, strict=True):
-                self._at(extent).copy_(row, non_blocking=True)
+            for begin, end, run in _runs(extents):
+                self._at(run).copy_(flat[begin:end].view(-1), non_blocking=True)
         if self._side is not None:
             flat.record_stream(self._side)
 
@@ -77,16 +77,16 @@ class HostTier:
         """Hands `load` the tensors [n, ...] that were put there, on the device, ready for its current stream."""
         flat = torch.empty((len(extents), extents[0].size), dtype=torch.uint8, device=self.device)
         with self._aside():
-            for row, extent in zip(flat, extents, strict=True):
-                row.copy_(self._at(extent), non_blocking=True)
+            for begin, end, run in _runs(extents):
+                flat[begin:end].view(-1).copy_(self._at(run), non_blocking=True)
         if self._side is not None:
             torch.cuda.current_stream(self.device).wait_stream(self._side)
             flat.record_stream(self._side)
-        tensors, begin = [], 0
+        tensors, at = [], 0
         for part in self._layouts[kind]:
-            end = begin + part.dtype.itemsize * torch.Size(part.shape).numel()
-            tensors.append(flat[:, begin:end].clone().view(part.dtype).reshape(len(extents), *part.shape))
-            begin = end
+            until = at + part.dtype.itemsize * torch.Size(part.shape).numel()
+            tensors.append(flat[:, at:until].clone().view(part.dtype).reshape(len(extents), *part.shape))
+            at = until
         load(tensors)
 
     def _at(self, extent: Extent) -> torch.Tensor:
@@ -98,6 +98,15 @@ class HostTier:
             return nullcontext()
         self._side.wait_stream(torch.cuda.current_stream(self.device))
         return torch.cuda.stream(self._side)
+
+
+def _runs(extents: Sequence[Extent]) -> Iterator[tuple[int, int, Extent]]:
+    """Extents begin to end that lie one behind the other, as one: a copy each."""
+    begin = 0
+    for end in range(1, len(extents) + 1):
+        if end == len(extents) or extents[end].start != sum(extents[end - 1]):
+            yield begin, end, Extent(extents[begin].start, sum(extents[end - 1]) - extents[begin].start)
+            begin = end
 
 
 def entry_bytes(tensors: Sequence[torch.Tensor]) -> int:

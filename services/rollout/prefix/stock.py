@@ -214,12 +214,13 @@ class Stock:
             chain = [node]
             while (up := chain[-1].parent) is not None and up.parent is not None and not up.pins and up.resident == 1 and up.slot < 0:
                 chain.append(up)
+            chain.reverse()  # parents first, as they come back: ranges in that order are one copy
             worth = max(node.priority, *(c.priority for c in chain))
             extents = self._to_host(Kind.PAGE, [n.page for n in chain], worth)
-            top = chain[-1].parent
+            top = chain[0].parent
             assert top is not None
             if extents is None:
-                self._discard(chain[-1])
+                self._discard(chain[0])
             else:
                 for gone, extent in zip(chain, extents, strict=True):
                     self._leave_device(gone, extent)
