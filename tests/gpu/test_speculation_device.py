@@ -22,7 +22,7 @@ from driftline.services.rollout.speculation.learned import TrainedDrafter
 from driftline.services.rollout_config import SpeculationRule
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from speculated import sample  # noqa: E402
+from speculated import sample
 
 pytestmark = pytest.mark.gpu
 
