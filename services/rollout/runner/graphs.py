@@ -27,7 +27,7 @@ from driftline.services.rollout.runner.step import Greedy, Rule, Taps, step
 
 __all__ = ["MOST_GRAPHS", "GraphRunner", "Key", "Tally"]
 
-MOST_GRAPHS = 64
+MOST_GRAPHS = 128
 """Kept at a time; the one that was not used for longest goes first."""
 
 log = structlog.get_logger("rollout.runner")
