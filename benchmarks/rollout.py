@@ -43,8 +43,8 @@ CASES: dict[str, Callable[[Given], list[Row]]] = {
     "replay": rollout_drafts.replay, "exactness": rollout_drafts.exactness, "pairing": rollout_halves.pairing, "disaggregated": rollout_halves.disaggregated,
     "updates": rollout_service.updates, "load": rollout_service.load,
 }
-LIMIT_S = {"cache": 90.0, "identical": 30.0, "peer": 45.0, "speculation": 45.0, "replay": 10.0, "exactness": 30.0, "pairing": 20.0, "disaggregated": 60.0,
-           "updates": 40.0, "load": 60.0}
+LIMIT_S = {"cache": 75.0, "identical": 30.0, "peer": 35.0, "speculation": 35.0, "replay": 10.0, "exactness": 30.0, "pairing": 20.0, "disaggregated": 60.0,
+           "updates": 36.0, "load": 60.0}
 """Of each case, unless told."""
 
 

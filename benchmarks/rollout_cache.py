@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from rollout_models import DEVICE, ON_GPU, dense_model, engine_of, k3_model, released, say_of
+from rollout_models import DEVICE, ON_GPU, dense_model, engine_of, k3_model, released, say_of, warmed
 from rollout_rows import Given, Row, row
 from rollout_workload import Run, Workload, drive
 
@@ -16,9 +16,6 @@ from driftline.kernels.mode import Numerics, using
 from driftline.models.causal_lm import CausalLM
 from driftline.models.dense.config import DenseConfig
 from driftline.models.paged import Pool
-from driftline.services.rollout.engine import Engine
-from driftline.services.rollout.runner import GraphRunner
-from driftline.services.rollout.runner.buckets import page_bucket
 from driftline.services.rollout.weights import parameters_of
 
 __all__ = ["cache", "identical", "peer", "workload_of"]
@@ -42,13 +39,15 @@ def says(load: Workload) -> str:
 def cache(given: Given) -> list[Row]:
     load = workload_of(given)
     model = k3_model(load.longest + 64)
-    on = _run(model, load, 0.45 * given.left, prefix_cache=True)
-    off = _run(model, load, given.left, prefix_cache=False)
+    on = _run(model, load, given, 0.6, prefix_cache=True)
+    off = _run(model, load, given, 0.6, prefix_cache=False)
+    together = _run(model, load._replace(tool_steps=0), given, 1.0, prefix_cache=True)
     note = f"{say_of(model)}; {says(load)}"
     rows = [
         row("prompt tokens that were cached", 100 * on.hit_rate, "%", bound=100 * load.best_hit_rate, note=f"{_share(on, load)}; bound: a cache that forgets nothing; {note}"),
         row("tokens sampled, whole run", on.tokens_per_s, "tokens/s", peer="cache off", peer_value=off.tokens_per_s,
             note=f"{on.turns} turns in {on.seconds:.1f} s; off {off.turns} turns in {off.seconds:.1f} s" + ("" if off.whole else ", the early, shorter ones")),
+        row("tokens sampled, all tools answer at once", together.tokens_per_s, "tokens/s", note=f"cache on; {_share(together, load)}, {together.seconds:.1f} s; a turn's prompts are one forward"),
     ]
     return rows + _by_length(on, off, "cache off")
 
@@ -68,33 +67,21 @@ def _by_length(ours: Run, theirs: Run, name: str) -> list[Row]:
     return rows
 
 
-def _run(model: CausalLM, load: Workload, limit_s: float, *, keep: bool = False, **how: Any) -> Run:
+def _run(model: CausalLM, load: Workload, given: Given, share: float, **how: Any) -> Run:
+    """In that share of the time left when everything is compiled and captured."""
     engine = engine_of(model, max_batch=load.trajectories, **how)
-    _warm(engine, load)
-    run = drive(engine, load, limit_s=limit_s, keep=keep)
+    if ON_GPU:
+        warmed(engine, load.system + load.task, load.longest)
+        drive(engine, load._replace(turns=2, branch=0, sampled=4, seed=99), limit_s=20)
+    run = drive(engine, load, limit_s=max(2.0, share * given.left))
     del engine
     released()
     return run
 
 
-def _warm(engine: Engine, load: Workload) -> None:
-    """What is compiled or captured once is not the workload's."""
-    if not ON_GPU:
-        return
-    if isinstance(engine.runner, GraphRunner):
-        pages = page_bucket((load.system + load.task) // 64 + 1)
-        while pages <= page_bucket(load.longest // 64 + 1):
-            engine.runner.warm(pages=pages)
-            pages *= 2
-    drive(engine, load._replace(turns=1, branch=0, sampled=4, seed=99, tool_steps=0), limit_s=60)
-    drive(engine, load._replace(turns=2, branch=0, sampled=2, seed=98, trajectories=min(8, load.trajectories)), limit_s=20)
-
-
 def identical(given: Given) -> list[Row]:
     """Deterministic mode: the same tokens and log-probabilities, bit for bit, whatever the cache did."""
-    load = SMALL._replace(trajectories=8, turns=3, branch=2, sampled=24)
-    if ON_GPU and not given.quick:
-        load = Workload(trajectories=32, turns=8, system=256, task=128, sampled=32, tool=8, branch=4)
+    load = SMALL._replace(trajectories=6, members=2, turns=2, branch=1, sampled=40 if given.quick else 160)
     with using(Numerics.DETERMINISTIC):
         return _identical(given, load)
 
@@ -105,15 +92,13 @@ def _identical(given: Given, load: Workload) -> list[Row]:
     shared, own = (load.system + load.task) // 64 + 1, (load.longest - load.system - load.task) // 64 + 1
     tight = max(load.longest // 64 + 5, shared + load.trajectories * own // 2) * sizes.page_bytes + load.trajectories * sizes.state_bytes
     ways: dict[str, dict[str, Any]] = {
-        "cache on": {}, "cache on, again": {}, "half the rows at a time": {"batch": load.trajectories // 2}, "prompts in pieces of 64": {"prefill_tokens": 64},
+        "cache on": {}, "half the rows at a time": {"batch": load.trajectories // 2}, "prompts in pieces of 64": {"prefill_tokens": 64},
         "little memory: eviction and preemption": {"cache_bytes": tight}, "little memory, a host tier": {"cache_bytes": tight, "host_bytes": 64 * 2**20},
     }
-    reference = _deterministic(model, load, given.left / 2, prefix_cache=False)
+    reference = _deterministic(model, load, given.left / 3, prefix_cache=False)
     rows = []
-    for name, how in ways.items():
-        if given.left < 1:
-            break
-        run = _deterministic(model, load, given.left, **how)
+    for i, (name, how) in enumerate(ways.items()):
+        run = _deterministic(model, load, max(2.0, given.left / (len(ways) - i + 1)), **how)
         common = reference.answers.keys() & run.answers.keys()
         differ = sum(not _same(reference.answers[k], run.answers[k]) for k in common)
         rows.append(row(f"answers that differ from cache off: {name}", float(differ), "answers", bound=0.0,
@@ -123,7 +108,7 @@ def _identical(given: Given, load: Workload) -> list[Row]:
 
 
 def _control(model: CausalLM, load: Workload, reference: Run, given: Given) -> int:
-    other = _deterministic(model, load._replace(turns=1, branch=0, temperature=1.001), max(5.0, given.left))
+    other = _deterministic(model, load._replace(turns=1, branch=0, temperature=1.001), max(3.0, given.left))
     return sum(not _same(reference.answers[k], other.answers[k]) for k in reference.answers.keys() & other.answers.keys())
 
 
@@ -142,18 +127,17 @@ def _deterministic(model: CausalLM, load: Workload, limit_s: float, *, batch: in
 
 
 def peer(given: Given) -> list[Row]:
-    """The same dense weights, batch and lengths through transformers' generate, which computes every turn's prompt again."""
-    load = workload_of(given)
+    """The same dense weights, batch and lengths through transformers' generate, which computes every turn's prompt again. All tools answer at once, as its batches ask."""
+    load = workload_of(given)._replace(tool_steps=0)
     model = dense_model(load.longest + 64)
-    ours = _run(model, load, 0.5 * given.left)
+    ours = _run(model, load, given, 0.5)
     parts = ours.by_length()
     note = f"{say_of(model)}; {_share(ours, load)}; {100 * ours.hit_rate:.2f} % of prompt tokens cached; {says(load)}"
     theirs = _generate(model, load, [length for length, _ in parts], given)
     rows = [row("tokens sampled, dense, whole run", ours.tokens_per_s, "tokens/s", note=note)]
     for (length, rate), found in zip(parts, [*theirs, *[None] * len(parts)], strict=False):
         rows.append(row(f"tokens sampled, dense, at histories of {length:.0f}", rate, "tokens/s", peer="transformers generate", peer_value=found))
-    if (apart := _apart(model, given)) is not None:
-        rows.append(row("log-probabilities, dense, ours and transformers' forward", apart, "nats", note="largest difference on 4 sequences of 100 tokens: the models are the same"))
+    rows.append(row("log-probabilities, dense, ours and transformers' forward", _apart(model), "nats", note="largest difference on 4 sequences of 100 tokens: the models are the same"))
     return rows
 
 
@@ -178,9 +162,7 @@ def hf_model(model: CausalLM) -> Any:
     return theirs.eval()
 
 
-def _apart(model: CausalLM, given: Given) -> float | None:
-    if given.left < 2:
-        return None
+def _apart(model: CausalLM) -> float:
     tokens = torch.randint(0, model.config.vocab_size, (4, 100), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(0))
     with torch.inference_mode():
         ours = model.logits(model(tokens).hidden).float().log_softmax(-1)
@@ -203,7 +185,7 @@ def _generate(model: CausalLM, load: Workload, lengths: Sequence[float], given: 
 
     once(64, 2)
     for length in lengths:
-        if given.left < 2:
+        if given.left <= 0 and rates:
             break
         rates.append(load.trajectories * load.sampled / once(int(length), load.sampled))
     return rates

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from rollout_cache import says, workload_of
-from rollout_models import DEVICE, ON_GPU, engine_of, k3_model, released, say_of
+from rollout_cache import says
+from rollout_models import DEVICE, ON_GPU, engine_of, k3_model, released, say_of, warmed
 from rollout_rows import Given, Row, row
 from rollout_workload import Run, Workload, drive
 
@@ -31,21 +31,20 @@ def speculation(given: Given) -> list[Row]:
     """N-gram drafts of 3 under MATCH, which samples what plain decoding samples: on text that says nothing twice, on text that goes in circles, and on a trained
     policy's task. Random weights say nothing twice; those whose embeddings drown the layers go in circles, at no other cost a step."""
     rows: list[Row] = []
-    load = workload_of(given)._replace(branch=0)
-    load = load._replace(turns=min(load.turns, 6), trajectories=min(load.trajectories, 64), sampled=max(32, load.sampled))
+    load = Workload(trajectories=8, turns=2, members=4, system=96, task=48, sampled=32, tool=8, branch=0)
+    if not given.quick:
+        load = Workload(trajectories=32 if ON_GPU else 8, turns=4, members=8, system=256, task=128, sampled=64, tool=16, branch=0)
     model = k3_model(load.longest + 64)
     kinds = (("nothing repeats", load), ("it goes in circles", load._replace(temperature=0.01, repeats=True)))
     for i, (name, one) in enumerate(kinds):
         if i:
             with torch.no_grad():
                 model.model.embed_tokens.weight.mul_(1e4)
-        share = given.left / (3 * (len(kinds) - i) + 1)
-        plain, _ = _drafted(model, one, share, None)
+        left = max(2.0, given.left / (len(kinds) - i + 0.5))
+        plain, _ = _drafted(model, one, left / 3, None)
         for adaptive in (False, True):
-            if given.left < 1:
-                return rows
             speculator = Speculator(NgramDrafter(), length=LENGTH, pays=Pays() if adaptive else None)
-            run, speculator = _drafted(model, one, share, speculator)
+            run, speculator = _drafted(model, one, left / 3, speculator)
             rows.append(row(f"tokens sampled, {name}, n-gram drafts{', off by themselves' if adaptive else ''}", run.tokens_per_s, "tokens/s", peer="no drafts", peer_value=plain.tokens_per_s,
                             note=f"{speculator.acceptance.length:.2f} tokens a row and step, {speculator.acceptance.drafted_length:.2f} where there were drafts; {_places(speculator)}; "
                                  f"{_equal(plain, run)}; temperature {one.temperature:g}; {say_of(model)}; {says(one)}"))
@@ -55,6 +54,7 @@ def speculation(given: Given) -> list[Row]:
 def _drafted(model: Any, load: Workload, limit_s: float, speculator: Speculator | None) -> tuple[Run, Any]:
     engine = engine_of(model, max_batch=load.trajectories, **({"speculator": speculator} if speculator else {}))
     if ON_GPU:
+        warmed(engine, load.system + load.task, load.longest, windows=(1, LENGTH + 1) if speculator else (1,))
         drive(engine, load._replace(turns=2, sampled=8, seed=99), limit_s=30)
     if speculator is not None:
         speculator.acceptance.reset()
@@ -78,15 +78,14 @@ def _policy(given: Given) -> list[Row]:
     """The trained base policy on words to be spelt backward, groups of 8: members repeat each other."""
     from driftline.environments.source import load_source
 
-    if given.left < 2:
-        return []
     source = load_source("reasoning_gym", "spell_backward", {"min_word_len": 5, "max_word_len": 10})
     model = load_checkpoint("base").to(DEVICE)
     count = 8 if given.quick else 32
 
     def once(speculator: Speculator | None) -> tuple[float, int, dict[tuple[str, int], list[int]]]:
-        engine = engine_of(model, max_batch=64, cache_bytes=300 * 2**20, **({"speculator": speculator} if speculator else {}))
+        engine = engine_of(model, max_batch=32, cache_bytes=300 * 2**20, **({"speculator": speculator} if speculator else {}))
         if ON_GPU:
+            warmed(engine, 1, 200, windows=(1, LENGTH + 1) if speculator else (1,))
             _groups(engine, source, range(900, 902))
             if speculator:
                 speculator.acceptance.reset()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -15,9 +17,10 @@ from driftline.models.config import tiny
 from driftline.models.quantisation import Quantisation
 from driftline.models.sizes import like_k3
 from driftline.services.rollout.engine import Engine, EngineMemory
-from driftline.services.rollout.runner import runner_for
+from driftline.services.rollout.runner import GraphRunner, runner_for
+from driftline.services.rollout.runner.buckets import page_bucket
 
-__all__ = ["DEVICE", "ON_GPU", "dense_model", "engine_of", "k3_model", "released", "say_of"]
+__all__ = ["DEVICE", "ON_GPU", "dense_model", "engine_of", "k3_model", "released", "say_of", "warmed"]
 
 CACHE_BYTES = 24 * 2**30 if ON_GPU else 400 * 2**20
 
@@ -52,17 +55,26 @@ def engine_of(
     known = inspect.signature(Engine).parameters
     if unknown := [name for name in more if name not in known]:
         raise NotImplementedError(f"Engine has no argument {unknown[0]}")
-    runner = more.pop("runner", None) or (None if more.get("speculator") else partial(runner_for, cuda_graphs=graphs))
+    runner = more.pop("runner", None) or partial(runner_for, cuda_graphs=graphs)
     return Engine(
         model, version=0, max_batch=max_batch, record_routes=routes, memory=EngineMemory(cache_bytes, host_bytes, prefix_cache),
         prefill_tokens=prefill_tokens or (8192 if ON_GPU else 512), runner=runner, **more,
     )
 
 
+def warmed(engine: Engine, begin: int, end: int, *, windows: Sequence[int] = (1,)) -> None:
+    """The graphs of rows of `begin` to `end` tokens are captured before anything is measured. Each window is what a step scores of a row."""
+    if not isinstance(engine.runner, GraphRunner):
+        return
+    pages, last = page_bucket(begin // 64 + 1), page_bucket(end // 64 + 1)
+    while pages <= last:
+        for window in windows:
+            engine.runner.warm(window=window, pages=pages, replays=len(windows) > 1)
+        pages *= 2
+
+
 def released() -> None:
     """Give a device's memory back between cases."""
-    import gc
-
     gc.collect()
     if ON_GPU:
         torch.cuda.empty_cache()

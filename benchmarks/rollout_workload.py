@@ -39,8 +39,8 @@ class Workload(NamedTuple):
     members: int = 8
     system: int = 1024
     task: int = 512
-    sampled: int = 32
-    tool: int = 16
+    sampled: int = 20
+    tool: int = 12
     branch: int = 25
     tool_steps: int = 4
     slow: int = 0

@@ -59,7 +59,9 @@ def test_two_engines_on_a_device_give_what_one_gives_bit_for_bit() -> None:
         alone = finished(engine())
         pair = Pair(Carried(engine()), Decoder(engine()))
         together = finished(pair)
-    assert pair.handed == 5 and together.keys() == alone.keys()
+    assert pair.handed == 5
+    assert together.keys() == alone.keys()
     for name, one in alone.items():
         other = together[name]
-        assert np.array_equal(one.tokens, other.tokens) and np.array_equal(one.logprobs, other.logprobs) and np.array_equal(one.routes, other.routes), name
+        for a, b in ((one.tokens, other.tokens), (one.logprobs, other.logprobs), (one.routes, other.routes)):
+            assert np.array_equal(a, b), name
