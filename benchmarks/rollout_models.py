@@ -69,7 +69,7 @@ def warmed(engine: Engine, begin: int, end: int, *, windows: Sequence[int] = (1,
     pages, last = page_bucket(begin // 64 + 1), page_bucket(end // 64 + 1)
     while pages <= last:
         for window in windows:
-            engine.runner.warm(window=window, pages=pages, replays=len(windows) > 1)
+            engine.runner.warm(window=window, pages=pages)
         pages *= 2
 
 
