@@ -49,8 +49,10 @@ def _inline_half(device: int, load: Workload, limit_s: float, pipe: Any) -> None
 def disaggregated(given: Given) -> list[Row]:
     """The same workload on two engines that do both, and on one that computes prompts and one that decodes; two devices where there are two, else shared."""
     load = workload_of(given)
-    if not ON_GPU or given.quick:
+    if given.quick:
         load = load._replace(trajectories=8, members=4, turns=5, branch=2)
+    elif not ON_GPU:
+        load = load._replace(trajectories=16, turns=12, branch=6)
     second = 1 if given.devices > 1 else 0
     half = load._replace(trajectories=load.trajectories // 2)
     share = given.left / 3  # of the work itself: beside it processes begin, and kernels are built in each
