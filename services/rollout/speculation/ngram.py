@@ -1,7 +1,8 @@
 """Drafts from text that was there already: where the last few tokens stood before, what came behind them then.
 
 Nothing is computed by a model and nothing is learned. A row's own history is looked up first, newest occurrence first, then its family's (a group's members answer
-one question, and repeat one another). The index of a row grows by the row's new tokens alone: a step costs O(1) a row whatever the history's length.
+one question, and repeat one another). An index grows by a row's new tokens alone: a step costs O(1) a row whatever the history's length, and a prompt that members
+share is entered once.
 """
 
 from __future__ import annotations
@@ -18,25 +19,20 @@ from driftline.services.rollout.speculation.drafts import Drafts, Row, Seen
 __all__ = ["NgramDrafter"]
 
 _FAMILY_TOKENS = 1 << 17
-"""Tokens of finished members that a family keeps at most: its index is 100 bytes a token and order."""
+"""Tokens that a family's index takes, over which a new member's are left out: it is 100 bytes a token and order."""
+
+_MANY = 32
+"""Keys from which on arrays make them faster than a loop."""
+
+_FACTOR, _WORD = 0x9E3779B97F4A7C15, (1 << 64) - 1
 
 
 @dataclass
 class _Text:
-    """A text and where each of its n-grams (by order) last ended. `indexed`: tokens that are in the index."""
+    """Where each n-gram (by order, under its key) of a row's text last ended. `indexed`: tokens that are in the index, or that others have in theirs."""
 
-    tokens: array[int]
-    ends: list[dict[tuple[int, ...], int]]
-    indexed: int = 0
-
-    def extend(self, tokens: array[int], orders: Sequence[int]) -> None:
-        """Now `tokens`, which begins as before. An n-gram that ends at the newest token has nothing behind it yet and is entered with the next one."""
-        self.tokens = tokens
-        for end in range(self.indexed, len(tokens) - 1):
-            for ends, order in zip(self.ends, orders, strict=True):
-                if end + 1 >= order:
-                    ends[tuple(tokens[end + 1 - order : end + 1])] = end + 1
-        self.indexed = max(self.indexed, len(tokens) - 1)
+    ends: list[dict[int, int]]
+    indexed: int
 
 
 @dataclass
@@ -45,7 +41,7 @@ class _Family:
 
     running: set[Hashable] = field(default_factory=set)
     texts: list[array[int]] = field(default_factory=list)
-    ends: list[dict[tuple[int, ...], tuple[int, int]]] = field(default_factory=list)
+    ends: list[dict[int, tuple[int, int]]] = field(default_factory=list)
     places: dict[Hashable, tuple[int, int]] = field(default_factory=dict)
     tokens: int = 0
 
@@ -94,36 +90,41 @@ class NgramDrafter:
             del self._families[name]
 
     def _learn(self, row: Row) -> None:
+        known = self._shared(row)
         text = self._texts.get(row.id)
         if text is None or len(row.history) < text.indexed:
-            text = self._texts[row.id] = _Text(row.history, [{} for _ in self._orders])
-        text.extend(row.history, self._orders)
+            text = self._texts[row.id] = _Text([{} for _ in self._orders], max(0, len(row.history) - 1) if known else 0)
+        newest = len(row.history) - 1  # an n-gram that ends there has nothing behind it yet
+        if newest > text.indexed:
+            for ends, order in zip(text.ends, self._orders, strict=True):
+                first = max(text.indexed, order - 1)
+                ends.update(zip(_keys(row.history, first, newest, order), range(first + 1, newest + 1), strict=True))
+            text.indexed = newest
+
+    def _shared(self, row: Row) -> bool:
+        """Enter what the row has sampled since into its family's index; a prompt is entered once, by whoever comes first with it. False: it is not in one."""
         if self._families is None or row.family is None:
-            return
+            return False
         family = self._families.setdefault(row.family, _Family(ends=[{} for _ in self._orders]))
         if row.id not in family.running:
             family.running.add(row.id)
             self._of[row.id] = row.family
-        self._teach(family, row)
-
-    def _teach(self, family: _Family, row: Row) -> None:
-        """Enter what the row has sampled since; a member's prompt is entered once, by whoever comes first with it."""
         place = family.places.get(row.id)
         if place is None:
             if family.tokens + len(row.history) > _FAMILY_TOKENS:
-                return
-            first = not family.texts
-            place = (len(family.texts), 0 if first else _common(family.texts[0], row.history))
+                return False
+            place = (len(family.texts), _common(family.texts[0], row.history) if family.texts else 0)
             family.texts.append(row.history)
         index, done = place
         family.texts[index] = row.history
-        for end in range(done, len(row.history) - 1):
+        newest = len(row.history) - 1
+        if newest > done:
             for ends, order in zip(family.ends, self._orders, strict=True):
-                if end + 1 >= order:
-                    ends[tuple(row.history[end + 1 - order : end + 1])] = (index, end + 1)
-        newest = max(done, len(row.history) - 1)
-        family.tokens += newest - done
-        family.places[row.id] = (index, newest)
+                first = max(done, order - 1)
+                ends.update(zip(_keys(row.history, first, newest, order), ((index, end) for end in range(first + 1, newest + 1)), strict=True))
+            family.tokens += newest - done
+        family.places[row.id] = (index, max(done, newest))
+        return True
 
     def _found(self, row: Row, limit: int) -> list[int] | None:
         text = self._texts[row.id]
@@ -131,7 +132,7 @@ class NgramDrafter:
         for i, order in enumerate(self._orders):
             if len(row.history) < order:
                 continue
-            last = tuple(row.history[-order:])
+            last = _keys(row.history, len(row.history) - 1, len(row.history), order)[0]
             own = text.ends[i].get(last)
             if own is not None:
                 return _behind(row.history, own, limit)
@@ -149,6 +150,30 @@ def _behind(tokens: array[int], start: int, limit: int) -> list[int]:
     return found
 
 
+def _keys(tokens: array[int], first: int, last: int, order: int) -> list[int]:
+    """64-bit keys of the n-grams of `order` that end at first .. last - 1 (first >= order - 1). Two n-grams with one key would be a wrong guess, no more."""
+    if last <= first:
+        return []
+    part = tokens[first + 1 - order : last]
+    if last - first >= _MANY:
+        wide = np.frombuffer(part, dtype=np.dtype(f"i{part.itemsize}")).astype(np.uint64)
+        keys = np.zeros(last - first, dtype=np.uint64)
+        for j in range(order):
+            keys = keys * np.uint64(_FACTOR) + wide[j : j + last - first] + np.uint64(1)
+        found: list[int] = keys.tolist()
+        return found
+    found = []
+    for i in range(last - first):
+        key = 0
+        for token in part[i : i + order]:
+            key = (key * _FACTOR + token + 1) & _WORD
+        found.append(key)
+    return found
+
+
 def _common(a: array[int], b: array[int]) -> int:
     length = min(len(a), len(b))
-    return next((i for i in range(length) if a[i] != b[i]), length)
+    if a[:length] == b[:length]:
+        return length
+    one, two = (np.frombuffer(x[:length], dtype=np.dtype(f"i{x.itemsize}")) for x in (a, b))
+    return int((one != two).argmax())

@@ -117,3 +117,22 @@ def test_proposals_are_a_function_of_the_histories() -> None:
         drafter = NgramDrafter()
         said.append([drafter.propose([_row(t[:n], str(i), "f") for i, t in enumerate(texts)], [3] * 6).tokens.tolist() for n in range(5, 40)])
     assert said[0] == said[1]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(0, 4), min_size=80, max_size=160), st.integers(1, 3), st.booleans())
+def test_a_prompt_indexed_at_once_finds_what_one_indexed_token_by_token_finds(tokens: list[int], shortest: int, family: bool) -> None:
+    name = "f" if family else None
+    grown, once = (NgramDrafter(shortest=shortest, longest=shortest + 2) for _ in range(2))
+    for end in range(1, len(tokens)):
+        _one(grown, _row(tokens[:end]), 1)
+    _one(once, _row(tokens[:70], family=name), 1)
+    assert _one(once, _row(tokens, family=name), 1) == _one(grown, _row(tokens), 1) == _searched(tokens, shortest, shortest + 2, 1)
+
+
+def test_tokens_beyond_what_a_family_takes_are_indexed_by_their_own_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("driftline.services.rollout.speculation.ngram._FAMILY_TOKENS", 20)
+    drafter = NgramDrafter()
+    _one(drafter, _row([1, 2, 3, 4] * 4, "a", "family"))
+    assert _one(drafter, _row([7, 8, 9, 10, 11, 12, 13, 7, 8], "b", "family")) == [9, 10, 11]
+    assert _one(drafter, _row([9, 9, 7, 8], "c", "family")) == [], "nobody entered it for the others"
