@@ -474,6 +474,7 @@ class RolloutService:
             "active": engine.active, "waiting": engine.waiting, "version": engine.version, **asdict(self.seconds),
             "prompt_tokens": engine.prompt_tokens, "groups_held": len(self._hand), "members_unstored": self._hand.unstored,
             "storing_bytes": self._storing_bytes, "updates_given_up": self._policy.given_up, **asdict(self.counts), **{f"weights_{name}": n for name, n in asdict(self.carried).items()},
+            **(engine.numbers() if isinstance(engine, Engine) else {}),
         })
 
 

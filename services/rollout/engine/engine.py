@@ -62,6 +62,17 @@ class Engine(Prompts):
     def idle(self) -> bool:
         return not self._rows and not self._filling and not self._scheduler
 
+    def numbers(self) -> dict[str, float]:
+        """Of its cache, its memory and its drafts, since it began."""
+        stats = self.cache.stats
+        out = {
+            "prefix_hit_rate": stats.hit_rate, "prefix_hit_tokens": stats.hit_tokens, "preemptions": self.preemptions, "queued_bytes": self._scheduler.queued_bytes,
+            "cached_bytes": stats.cached_page_bytes + stats.cached_state_bytes, "leased_bytes": stats.leased_page_bytes + stats.leased_state_bytes,
+        }
+        if self._drafting is not None:
+            out["acceptance_length"] = self._drafting.speculator.acceptance.length
+        return out
+
     # What comes in.
 
     def submit(self, group: Group, members: Sequence[int] | None = None) -> None:
@@ -231,7 +242,7 @@ class Engine(Prompts):
             stood, kept = drafting.kept(rows, drafts, sampled)
             self._take_steps(batch, sampled, kept)
         drafting.saw(rows, sampled, kept.tolist())
-        drafting.speculator.finish_step(known, drafts, stood, time.perf_counter() - began)
+        drafting.speculator.finish_step(known, drafts, None if stood is None else kept - 1, time.perf_counter() - began)
 
     def _scored(self, batch: Batch, drafts: Drafts | None = None) -> Sampled:
         """The runner over each row's last token, and its drafts."""

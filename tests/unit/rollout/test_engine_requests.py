@@ -223,3 +223,19 @@ def test_an_update_that_failed_samples_nothing() -> None:
         engine.step()
     engine.load(1, weights(1))
     assert finished(engine)["r"].cache_versions == (1,)
+
+
+def test_its_numbers_are_those_of_its_cache_and_its_queue() -> None:
+    engine = made(max_batch=1)
+    for i in range(3):
+        engine.submit_request(request(f"r{i}", prompt(0, 100), session="s"))
+    engine.step()
+    numbers = engine.numbers()
+    assert numbers["queued_bytes"] == 2 * (512 + 4 * 100)
+    assert numbers["leased_bytes"] == 2 * engine.pool.page_bytes + engine.pool.state_bytes
+    finished(engine)
+    numbers = engine.numbers()
+    assert numbers["prefix_hit_tokens"] == 64, "the second knew where to leave a state, and the third hit it"
+    assert numbers["prefix_hit_rate"] == 64 / 300
+    assert (numbers["leased_bytes"], numbers["queued_bytes"], numbers["preemptions"]) == (0, 0, 0)
+    assert numbers["cached_bytes"] > 0
