@@ -67,7 +67,11 @@ def run(case: Case, device: str, extra: list[str]) -> Outcome:
     for setting in [*settings, *extra]:
         command += ["--set", setting]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
-    folder = Path(done.stdout.strip().splitlines()[-1])
+    return outcome(Path(done.stdout.strip().splitlines()[-1]))
+
+
+def outcome(folder: Path) -> Outcome:
+    """Of a run that has ended."""
     summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
     curve = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     learner = [row for row in curve if row["service"] == "learner" and "reward_train" in row]
