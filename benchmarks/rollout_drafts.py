@@ -144,7 +144,7 @@ def replay(given: Given) -> list[Row]:
     ours, theirs = _timed(by_replay, given), _timed(by_snapshots, given)
     one = state[0].nbytes
     held = kept.bytes // batch
-    note = f"{batch} rows, windows of {window}, {heads} heads of {dim}, {str(dtype)[6:]} inputs, float32 states"
+    note = f"{batch} rows, windows of {window}, {heads} heads of {dim}, {str(dtype)[6:]} inputs, float32 states" + ("" if ON_GPU else "; the forms of reference, which count operators and not bytes")
     return [
         row("a layer's states over a window, replay", 1e3 * ours, "ms", peer="a snapshot behind every token", peer_value=1e3 * theirs, smaller=True, note=note),
         row("states that fit into 1 GiB, one layer", float(2**30 // (one + held)), "sequences", peer="a snapshot behind every token", peer_value=float(2**30 // (one * (window + 1))),
