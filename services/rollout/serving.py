@@ -20,7 +20,7 @@ from driftline.models.tokenizers.loading import load_tokenizer
 from driftline.services.rollout.engine import Engine, EngineMemory
 from driftline.services.rollout.local import LocalEngine
 from driftline.services.rollout.runner import runner_for
-from driftline.services.rollout.starting_engine import speculator_of
+from driftline.services.rollout.speculation.opening import speculator_for
 from driftline.services.rollout_config import RolloutConfig, Speculation
 
 __all__ = ["Served", "open_local"]
@@ -75,7 +75,7 @@ def open_local(served: Served) -> LocalEngine:
     engine = Engine(
         model, version=0, max_batch=served.max_batch, name=name, tokenizer=tokenizer, prefill_tokens=served.prefill_tokens, queue_bytes=served.queue_mb * MIB,
         memory=EngineMemory(served.cache_mb * MIB, served.host_cache_mb * MIB, served.prefix_cache), adapters=slots, bank=bank,
-        runner=partial(runner_for, cuda_graphs=served.cuda_graphs), speculator=speculator_of(drafting, model),
+        runner=partial(runner_for, cuda_graphs=served.cuda_graphs), speculator=speculator_for(drafting, model),
     )
     return LocalEngine(engine, name=name, context=min(served.context or longest, engine.longest), queue_bytes=served.queue_mb * MIB, adapters=tuple(slots))
 

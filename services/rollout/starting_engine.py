@@ -5,18 +5,15 @@ from __future__ import annotations
 from functools import partial
 
 from driftline.models.causal_lm import CausalLM
-from driftline.models.drafter.files import load_drafter
 from driftline.models.mlp import route_shape
 from driftline.models.tokenizer import Tokenizer
 from driftline.services.config import Config
 from driftline.services.rollout.engine import Engine, EngineMemory
 from driftline.services.rollout.runner import runner_for
-from driftline.services.rollout.speculation import NgramDrafter, Pays, Speculator
-from driftline.services.rollout.speculation.drafts import Drafter
-from driftline.services.rollout.speculation.learned import TrainedDrafter
-from driftline.services.rollout_config import PolicyUpdate, RolloutConfig, Speculation
+from driftline.services.rollout.speculation.opening import speculator_for
+from driftline.services.rollout_config import PolicyUpdate, RolloutConfig
 
-__all__ = ["engine_of", "speculator_of"]
+__all__ = ["engine_of", "memory_of"]
 
 MIB = 2**20
 
@@ -27,24 +24,10 @@ def engine_of(config: Config, model: CausalLM, *, version: int, name: str, token
     return Engine(
         model, version=version, max_batch=rollout.max_batch, name=name, tokenizer=tokenizer,
         record_routes=config.learner.router_replay and route_shape(model) is not None, memory=memory_of(rollout), prefill_tokens=rollout.prefill_tokens,
-        queue_bytes=rollout.queue_mb * MIB, speculator=speculator_of(rollout, model), runner=partial(runner_for, cuda_graphs=rollout.cuda_graphs),
+        queue_bytes=rollout.queue_mb * MIB, speculator=speculator_for(rollout, model, refresh=True), runner=partial(runner_for, cuda_graphs=rollout.cuda_graphs),
         resume_stale=rollout.policy_update is PolicyUpdate.IN_FLIGHT,
     )
 
 
 def memory_of(rollout: RolloutConfig) -> EngineMemory:
     return EngineMemory(cache_bytes=rollout.cache_mb * MIB, host_bytes=rollout.host_cache_mb * MIB, prefix_cache=rollout.prefix_cache)
-
-
-def speculator_of(rollout: RolloutConfig, model: CausalLM) -> Speculator | None:
-    """Turns itself off while it does not pay."""
-    drafter: Drafter
-    match rollout.speculation:
-        case Speculation.OFF:
-            return None
-        case Speculation.NGRAM:
-            drafter = NgramDrafter()
-        case Speculation.DRAFTER:
-            head = model.lm_head.weight
-            drafter = TrainedDrafter(load_drafter(rollout.drafter, model.config, dtype=head.dtype, device=head.device), model)
-    return Speculator(drafter, length=rollout.draft_tokens, rule=rollout.speculation_rule, pays=Pays())
