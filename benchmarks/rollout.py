@@ -64,7 +64,7 @@ def main() -> int:
     arguments.add_argument("--limit", type=float, help="seconds of each case")
     arguments.add_argument("--quick", action="store_true", help="the smallest forms")
     arguments.add_argument("--threads", type=int, default=0 if ON_GPU else 1)
-    arguments.add_argument("--commit", default="", help="what to name as measured; git's where there is one")
+    arguments.add_argument("--commit", nargs="?", default="", const="unnamed", help="what to name as measured; git's where there is one")
     arguments.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     given = arguments.parse_args()
     names = given.cases.split(",")
