@@ -350,6 +350,7 @@ class Stock:
     def take_state(self, node: Node) -> int:
         """The slot of a node that goes on without it."""
         slot, node.slot = node.slot, -1
+        self._rank(node)  # where it stood it would be asked for the state that it has not
         self.moves.taken_over += 1
         return slot
 
