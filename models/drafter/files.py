@@ -58,7 +58,8 @@ def load_drafter(directory: str | Path, target: ModelConfig, *, dtype: torch.dty
     drafted = drafter.drafted
     if int(drafted[0]) < 0 or int(drafted[-1]) >= config.vocab_size or bool((drafted.diff() <= 0).any()):
         raise IntegrityError("the tokens that can be drafted are ascending ids of the target", field=f"{place / _WEIGHTS}: drafted", remedy="copy or train it again")
-    return drafter.to(device=device, dtype=dtype).eval()
+    drafter.eval()
+    return drafter.to(device=device, dtype=dtype)
 
 
 def _config(place: Path) -> DrafterConfig:

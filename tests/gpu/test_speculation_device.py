@@ -24,7 +24,7 @@ from driftline.services.rollout_config import SpeculationRule
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from speculated import sample
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 PROMPTS = [[7, 8, 9, 7, 8], [7, 8, 9, 7, 8, 1, 2, 3, 7, 8, 9], [5] * 70, [1, 2, 3, 4]]
 

@@ -109,7 +109,8 @@ def _opened(run_file: Path, policy: str, device: str) -> tuple[Config, CausalLM,
     from driftline.services.starting import starting_place
 
     config = load(run_file)
-    model = open_model(policy or config.policy.init, dtype=compute_dtype(config, device), device=device).eval()
+    model = open_model(policy or config.policy.init, dtype=compute_dtype(config, device), device=device)
+    model.eval()
     return config, model.requires_grad_(False), load_tokenizer(starting_place(config))
 
 
