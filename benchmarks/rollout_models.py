@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import inspect
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -51,10 +50,7 @@ def engine_of(
     model: CausalLM, *, max_batch: int, prefix_cache: bool = True, cache_bytes: int = CACHE_BYTES, host_bytes: int = 0, prefill_tokens: int | None = None,
     routes: bool = False, graphs: bool = True, **more: Any,
 ) -> Engine:
-    """`more`: what newer engines take, refused by name where this one does not."""
-    known = inspect.signature(Engine).parameters
-    if unknown := [name for name in more if name not in known]:
-        raise NotImplementedError(f"Engine has no argument {unknown[0]}")
+    """`more`: the engine's own arguments."""
     runner = more.pop("runner", None) or partial(runner_for, cuda_graphs=graphs)
     return Engine(
         model, version=0, max_batch=max_batch, record_routes=routes, memory=EngineMemory(cache_bytes, host_bytes, prefix_cache),
