@@ -64,6 +64,7 @@ class EagerRunner:
     ) -> None:
         self.model, self.pool, self.greedy, self.rule, self.bank, self.taps = model, pool, greedy, rule, bank, taps
         self.device: torch.device = model.lm_head.weight.device
+        self._staged: Staged | None = None  # of the last shape: most steps have it again
 
     @torch.inference_mode()
     def begin_prefill(self, batch: PrefillBatch) -> Pending:
@@ -92,7 +93,10 @@ class EagerRunner:
     @torch.inference_mode()
     def begin_decode(self, batch: DecodeBatch) -> Pending:
         """Launch a step of decoding, or of scoring drafts."""
-        staged = Staged(shape_of(batch), self.device)
+        shape = shape_of(batch)
+        if self._staged is None or self._staged.shape != shape:
+            self._staged = Staged(shape, self.device)
+        staged = self._staged
         staged.load(batch)
         with self._adapters(batch.adapters, batch.rows, None):
             longest = int(batch.lengths.max()) + batch.window
