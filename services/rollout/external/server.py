@@ -16,7 +16,7 @@ import aiohttp
 from driftline.messages.errors import DriftlineError, IntegrityError
 from driftline.messages.types import Finish
 
-__all__ = ["Http", "Sampled", "Server", "ServerRefused", "ServerUnavailable", "Wanted", "checked"]
+__all__ = ["Http", "Sampled", "Server", "ServerRefused", "ServerUnavailable", "Wanted", "checked", "finish_of"]
 
 
 class ServerUnavailable(DriftlineError, ConnectionError):
@@ -158,3 +158,16 @@ def _said(answer: Any) -> str:
         inner = answer.get("error", answer.get("detail", answer.get("message", answer)))
         answer = inner.get("message", inner) if isinstance(inner, dict) else inner
     return str(answer)[:300]
+
+
+def finish_of(reason: object, server: str) -> Finish:
+    """Why a completion ended, in the words that both servers use. Raises IntegrityError for another."""
+    match reason:
+        case "stop":
+            return Finish.STOP
+        case "length":
+            return Finish.LENGTH
+        case "abort":
+            return Finish.ABORT
+        case _:
+            raise IntegrityError("not a reason to end that is known here", field=f"{server}'s finish_reason", value=reason, remedy="stop, length or abort")

@@ -13,8 +13,14 @@ from __future__ import annotations
 from typing import Any
 
 from driftline.messages.errors import IntegrityError
-from driftline.messages.types import Finish
-from driftline.services.rollout.external.server import Http, Sampled, ServerRefused, Wanted, checked
+from driftline.services.rollout.external.server import (
+    Http,
+    Sampled,
+    ServerRefused,
+    Wanted,
+    checked,
+    finish_of,
+)
 
 __all__ = ["Sglang"]
 
@@ -47,7 +53,7 @@ class Sglang:
             raise IntegrityError("not rows of log-probability and token", field="SGLang's output_token_logprobs", value=rows, remedy="is it SGLang's native server?")
         tokens, logprobs = checked([row[1] for row in rows], [row[0] for row in rows], at="SGLang's output_token_logprobs")
         version = meta.get("weight_version")
-        return Sampled(tokens, logprobs, _finish(meta.get("finish_reason")), int(meta.get("cached_tokens") or 0), None if version is None else str(version))
+        return Sampled(tokens, logprobs, finish_of(_ended(meta.get("finish_reason")), "SGLang"), int(meta.get("cached_tokens") or 0), None if version is None else str(version))
 
     async def abort(self, id: str) -> None:
         await self._http.post("/abort_request", {"rid": id, "abort_all": False})
@@ -79,14 +85,6 @@ class Sglang:
             raise ServerRefused(f"was not done: {said}", field=f"SGLang's {what}", value=value, remedy="see the server's log")
 
 
-def _finish(reason: Any) -> Finish:
-    kind = reason.get("type") if isinstance(reason, dict) else None
-    match kind:
-        case "stop":
-            return Finish.STOP
-        case "length":
-            return Finish.LENGTH
-        case "abort":
-            return Finish.ABORT
-        case _:
-            raise IntegrityError("not a reason to end that is known here", field="SGLang's finish_reason", value=reason, remedy="stop, length or abort")
+def _ended(reason: Any) -> Any:
+    """The kind of a reason; what is not in SGLang's form stays what it is, in a form that is no kind."""
+    return reason.get("type") if isinstance(reason, dict) else [reason]

@@ -13,7 +13,6 @@ from __future__ import annotations
 from typing import Any
 
 from driftline.messages.errors import IntegrityError
-from driftline.messages.types import Finish
 from driftline.services.rollout.external.server import (
     Http,
     Sampled,
@@ -21,6 +20,7 @@ from driftline.services.rollout.external.server import (
     ServerUnavailable,
     Wanted,
     checked,
+    finish_of,
 )
 
 __all__ = ["Vllm"]
@@ -51,7 +51,7 @@ class Vllm:
         choice = _choice(answer, model)
         logprobs = choice.get("logprobs") or {}
         tokens, values = checked(choice.get("token_ids"), logprobs.get("token_logprobs"), at="vLLM's choices[0]")
-        return Sampled(tokens, values, _finish(choice.get("finish_reason")), _cached(answer))
+        return Sampled(tokens, values, finish_of(choice.get("finish_reason"), "vLLM"), _cached(answer))
 
     async def abort(self, id: str) -> None:
         """Closing the connection is how a request is aborted here: nothing to send."""
@@ -87,18 +87,6 @@ def _choice(answer: Any, model: str) -> dict[str, Any]:
     if answer.get("model") != model:
         raise IntegrityError("sampled by another model than was asked for", field="vLLM's model", value=answer.get("model"), remedy=f"expected {model}")
     return choices[0]
-
-
-def _finish(reason: Any) -> Finish:
-    match reason:
-        case "stop":
-            return Finish.STOP
-        case "length":
-            return Finish.LENGTH
-        case "abort":
-            return Finish.ABORT
-        case _:
-            raise IntegrityError("not a reason to end that is known here", field="vLLM's finish_reason", value=reason, remedy="stop, length or abort")
 
 
 def _cached(answer: Any) -> int:
