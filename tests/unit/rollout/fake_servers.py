@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -50,7 +51,7 @@ class _Running:
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-class Fake:
+class Fake(ABC):
     """`hold_at`: sampled tokens at which every request waits until `release` (from any thread). `raw_logprobs`: of the model and not of the sampling distribution."""
 
     def __init__(self, base: Path | None = None, *, context: int = 2048, raw_logprobs: bool = False) -> None:
@@ -94,8 +95,9 @@ class Fake:
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         return runner
 
+    @abstractmethod
     def routes(self) -> list[web.RouteDef]:
-        raise NotImplementedError
+        """The server's own."""
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
