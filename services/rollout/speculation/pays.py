@@ -1,8 +1,9 @@
-"""Whether drafting pays, from what its steps gave and took: on while a drafted step gives more tokens a second than a plain one, off by itself when it does not.
+"""Whether drafting pays, from what its steps gave and took: on while steps for which the drafter is asked give more tokens a second than those for which it is
+not, off by itself when they do not.
 
-A pure fold over (rows, tokens gained, seconds) that it is handed: no clock, no randomness. Both kinds of step are tried again now and then, since acceptance moves
-with the text and the policy, and cost with the batch; batches of other sizes are judged apart, by powers of two. Medians: the step that compiled a kernel or
-captured a graph does not count.
+A pure fold over (rows, tokens gained, seconds) that it is handed: no clock, no randomness. A step for which the drafter was asked and had nothing is one of its steps:
+asking took time. Both kinds are tried again now and then, since acceptance moves with the text and the policy, and cost with the batch; batches of other sizes are
+judged apart, by powers of two. A step that took many times its kind's median, because it compiled a kernel or captured a graph, does not count.
 """
 
 from __future__ import annotations
@@ -15,26 +16,30 @@ from driftline.messages.errors import ConfigError
 
 __all__ = ["Pays"]
 
-_KEPT = 9
-"""Steps of a kind that are remembered, odd for a median."""
+_KEPT = 32
+"""Steps of a kind that are remembered."""
 
 _ENOUGH = 3
 """Steps of a kind before it is judged."""
 
+_ONCE = 8.0
+"""Medians that a step takes at most if it is to count: windows cost a few plain steps, compiling hundreds."""
+
 
 @dataclass
 class _Kind:
-    """Recent steps: tokens a row gained and seconds."""
+    """Recent steps: tokens a row gained and seconds, of each."""
 
-    gained: deque[float] = field(default_factory=lambda: deque(maxlen=64))
-    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    steps: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_KEPT))
 
     def rate(self) -> float | None:
-        """Tokens a row a second; None before there are enough of them, or where time is not told."""
-        if len(self.seconds) < _ENOUGH:
+        """Tokens a row a second, over all of them: those with drafts and those without cost differently. None before there are enough, or where time is not told."""
+        if len(self.steps) < _ENOUGH:
             return None
-        cost = statistics.median(self.seconds)
-        return sum(self.gained) / len(self.gained) / cost if cost > 0 else None
+        most = _ONCE * statistics.median(seconds for _, seconds in self.steps)
+        counted = [(gained, seconds) for gained, seconds in self.steps if seconds <= most]
+        took = sum(seconds for _, seconds in counted)
+        return sum(gained for gained, _ in counted) / took if took > 0 else None
 
 
 @dataclass
@@ -59,19 +64,18 @@ class Pays:
     def wants(self, rows: int) -> bool:
         """Whether the next step of `rows` rows should be drafted for."""
         batch = self._of(rows)
-        if len(batch.drafted.seconds) < _ENOUGH:
+        if len(batch.drafted.steps) < _ENOUGH:
             return True
-        if len(batch.plain.seconds) < _ENOUGH:
+        if len(batch.plain.steps) < _ENOUGH:
             return False
         trying = batch.steps % self._every < self._trial
         return batch.on != trying
 
     def stepped(self, rows: int, gained: int, seconds: float, *, drafted: bool) -> None:
-        """A step of `rows` rows gave `gained` tokens in `seconds`."""
+        """A step of `rows` rows gave `gained` tokens in `seconds`. `drafted`: the drafter was asked."""
         batch = self._of(rows)
         kind = batch.drafted if drafted else batch.plain
-        kind.gained.append(gained / rows)
-        kind.seconds.append(seconds)
+        kind.steps.append((gained / rows, seconds))
         batch.steps += 1
         with_drafts, without = batch.drafted.rate(), batch.plain.rate()
         if with_drafts is not None and without is not None:

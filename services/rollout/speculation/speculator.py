@@ -81,6 +81,7 @@ class Speculator:
         self._refresher = refresher
         self._monitor = Acceptance()
         self._rows: dict[Hashable, Row] = {}
+        self._asked = False
 
     @property
     def window(self) -> int:
@@ -96,11 +97,13 @@ class Speculator:
         """Drafts for these rows, `length` wide, or None for a plain step: nobody has a draft, or it does not pay. A row's counts are at most room - 1."""
         if self._refresher is not None:
             self._refreshed(self._refresher, rows)
+        self._asked = False
         if not rows or (self.pays is not None and not self.pays.wants(len(rows))):
             return None
         limits = [max(0, min(self.length, row.room - 1)) for row in rows]
         if not any(limits):
             return None
+        self._asked = True
         drafts = self.drafter.propose(rows, limits, probs=self.rule is SpeculationRule.REJECTION)
         if not drafts.counts.any():
             return None
@@ -117,7 +120,7 @@ class Speculator:
         self.acceptance.count(drafted, stood)
         self._monitor.count(drafted, stood)
         if self.pays is not None:
-            self.pays.stepped(len(rows), len(rows) + int(stood.sum()), seconds, drafted=drafts is not None)
+            self.pays.stepped(len(rows), len(rows) + int(stood.sum()), seconds, drafted=self._asked)
 
     def saw(self, rows: Sequence[Row], seen: Seen) -> None:
         """Tap rows that the target computed of these rows; only where `taps` names any."""

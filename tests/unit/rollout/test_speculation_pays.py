@@ -117,6 +117,25 @@ def test_it_stops_drafting_when_its_steps_do_not_pay() -> None:
     assert drafted <= 4
 
 
+def test_asking_a_drafter_that_has_nothing_is_not_a_plain_step() -> None:
+    """It took the drafter's time, so it must not make plain steps look dear."""
+    speculator, asked = Speculator(NgramDrafter(), pays=Pays(every=1000, trial=1)), 0
+    rows = [Row("a", array("i", [1, 2, 3]), 9)]
+    for _ in range(60):
+        assert speculator.begin_step(rows) is None
+        asked += speculator._asked
+        speculator.finish_step(rows, None, None, 1.5 if speculator._asked else 1.0)
+    assert 3 <= asked <= 4
+
+
+def test_dear_windows_are_not_hidden_by_steps_that_had_no_drafts() -> None:
+    pays = Pays(every=1000, trial=1)
+    for i in range(60):
+        pays.stepped(8, 20 if i % 3 == 0 else 8, 4.5 if i % 3 == 0 else 1.1, drafted=True)
+        pays.stepped(8, 8, 1.0, drafted=False)
+    assert not pays.on(8), "1.5 tokens a step for 2.2 times its price"
+
+
 def test_drafts_with_probabilities_are_widened_together() -> None:
     class Two(NgramDrafter):
         def propose(self, rows, limits, *, probs=False):  # type: ignore[no-untyped-def]
